@@ -1,0 +1,1 @@
+../../plankiln/__init__.py

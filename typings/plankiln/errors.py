@@ -1,0 +1,1 @@
+../../plankiln/errors.py

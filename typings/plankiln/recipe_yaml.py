@@ -1,0 +1,1 @@
+../../plankiln/recipe_yaml.py
