@@ -1,0 +1,91 @@
+"""Recognises the linears that export writes, and joins several that read the same input into one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import onnx_ir as ir
+
+from plankiln.compiler import graph as g
+from plankiln.compiler.weights import concatenated, reference_of
+
+
+@dataclass(frozen=True)
+class Linear:
+    """`output` = x @ W (+ bias). `cast` is the Cast of a bf16 matrix to float32, None for a float32 matrix."""
+
+    output: ir.Value
+    matmul: ir.Node
+    matrix: ir.Value
+    cast: ir.Node | None
+    bias: ir.Value | None
+
+    @property
+    def x(self) -> ir.Value | None:
+        return self.matmul.inputs[0]
+
+    @property
+    def width(self) -> int:
+        """Columns of the output."""
+        width = g.dimensions(self.matrix)[1]
+        assert isinstance(width, int)
+        return width
+
+
+def linear_behind(value: ir.Value | None) -> Linear | None:
+    """The linear whose output `value` is."""
+    add = g.producer(value, "Add")
+    bias = add.inputs[1] if add and add.inputs[1] is not None and reference_of(add.inputs[1]) else None
+    matmul = g.producer(add.inputs[0], "MatMul") if add and bias else g.producer(value, "MatMul")
+    if matmul is None or value is None:
+        return None
+    cast = g.producer(matmul.inputs[1], "Cast")
+    matrix = cast.inputs[0] if cast else matmul.inputs[1]
+    if matrix is None or reference_of(matrix) is None:
+        return None
+    return Linear(value, matmul, matrix, cast, bias)
+
+
+def joined(graph: ir.Graph, linears: Sequence[Linear], old: str, new: str) -> ir.Value | None:
+    """One linear whose output columns are those of all, put after the last of them; its output.
+
+    Its matrix is a Reference to all their rows. `old` → `new` turns the first one's names into the joint ones. None,
+    and nothing changed, when the linears do not read one input or do not agree about bias, type or layer.
+    """
+    first = linears[0]
+    alike = {(linear.x, linear.bias is None, linear.cast is None, g.layer_of(linear.matmul)) for linear in linears}
+    if len(alike) != 1 or len({linear.matmul for linear in linears}) != len(linears):
+        return None
+    layer, anchor = g.layer_of(first.matmul), last_of(graph, [linear.matmul for linear in linears])
+    matrix = _joint_weight(graph, [linear.matrix for linear in linears], old, new)
+    if first.cast is not None:
+        wide = g.value(f"{matrix.name}.float32", g.FLOAT, g.dimensions(matrix))
+        anchor = _after(graph, anchor, g.node("Cast", [matrix], [wide], {"to": int(g.FLOAT)}, layer=layer))
+        matrix = wide
+    shape = [g.dimensions(first.output)[0], sum(linear.width for linear in linears)]
+    name = str(first.output.name).replace(old, new)
+    product = g.value(f"{name}.product" if first.bias else name, g.FLOAT, shape)
+    anchor = _after(graph, anchor, g.node("MatMul", [first.x, matrix], [product], layer=layer))
+    if first.bias is None:
+        return product
+    bias = _joint_weight(graph, [linear.bias for linear in linears if linear.bias is not None], old, new)
+    output = g.value(name, g.FLOAT, shape)
+    _after(graph, anchor, g.node("Add", [product, bias], [output], layer=layer))
+    return output
+
+
+def last_of(graph: ir.Graph, nodes: Sequence[ir.Node]) -> ir.Node:
+    """The one of `nodes` that stands last in the graph."""
+    wanted = set(nodes)
+    return next(node for node in reversed(graph) if node in wanted)
+
+
+def _after(graph: ir.Graph, anchor: ir.Node, node: ir.Node) -> ir.Node:
+    graph.insert_after(anchor, node)
+    return node
+
+
+def _joint_weight(graph: ir.Graph, values: Sequence[ir.Value], old: str, new: str) -> ir.Value:
+    references = [reference for value in values if (reference := reference_of(value)) is not None]
+    return g.weight(graph, str(values[0].name).replace(old, new), concatenated(references))

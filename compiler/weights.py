@@ -1,0 +1,137 @@
+"""Weights by reference: a graph's tensor says which rows of which checkpoint tensors it is, and reads them late."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, BinaryIO, Literal, Protocol
+
+import ml_dtypes
+import numpy as np
+import onnx_ir as ir
+from numpy.typing import NDArray
+
+from plankiln.checkpoint import check_finite
+
+WeightType = Literal["float32", "bfloat16"]
+Array = NDArray[Any]
+
+_NUMPY: dict[str, np.dtype[Any]] = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
+_ONNX: dict[str, ir.DataType] = {"float32": ir.DataType.FLOAT, "bfloat16": ir.DataType.BFLOAT16}
+_CHUNK_BYTES = 1 << 24
+
+
+class TensorHeader(Protocol):
+    """What a checkpoint says of a tensor before any of its bytes is read."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    @property
+    def dtype(self) -> str: ...
+
+
+class WeightSource(Protocol):
+    """The part of `plankiln.checkpoint.Checkpoint` that export needs."""
+
+    @property
+    def tensors(self) -> Mapping[str, TensorHeader]: ...
+    def read_rows(self, name: str, start: int, stop: int) -> Array: ...
+
+
+@dataclass(frozen=True)
+class Slice:
+    """Rows start … stop-1 (axis 0) of the checkpoint tensor `tensor`."""
+
+    tensor: str
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class Reference:
+    """A weight of the graph: the concatenated rows of `parts`, cast to `dtype`, transposed when it multiplies from the
+    right ([N,K] in the checkpoint, [K,N] in the graph). Holds no data; every call reads the checkpoint again."""
+
+    checkpoint: WeightSource
+    parts: tuple[Slice, ...]
+    dtype: WeightType
+    transposed: bool = False
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape in the graph's orientation."""
+        count = sum(part.stop - part.start for part in self.parts)
+        checkpoint_shape = (count, *self.checkpoint.tensors[self.parts[0].tensor].shape[1:])
+        return checkpoint_shape[::-1] if self.transposed else checkpoint_shape
+
+    def rows(self) -> Array:
+        """[N, K] (or [N] for a vector), the checkpoint's orientation, in `dtype`."""
+        read = [self._read(part) for part in self.parts]
+        joined = read[0] if len(read) == 1 else np.concatenate(read)
+        return joined.astype(_NUMPY[self.dtype], copy=False)
+
+    def array(self) -> Array:
+        """The tensor as the graph sees it; a transposed one is a view of `rows()`."""
+        return self.rows().T if self.transposed else self.rows()
+
+    def chunks(self) -> Iterator[Array]:
+        """The bytes of `array()` in C order, as contiguous arrays of some 16 MiB, so that no tensor is copied whole."""
+        dtype = _NUMPY[self.dtype]
+        row_bytes = math.prod(self.shape[1:]) * dtype.itemsize
+        step = max(1, _CHUNK_BYTES // max(1, row_bytes))
+        parts = [self._read(part) for part in self.parts]
+        if self.transposed:
+            for start in range(0, self.shape[0], step):
+                columns = np.concatenate([part[:, start : start + step] for part in parts])
+                yield np.ascontiguousarray(columns.T.astype(dtype, copy=False))
+            return
+        for part in parts:
+            for start in range(0, len(part), step):
+                yield np.ascontiguousarray(part[start : start + step].astype(dtype, copy=False))
+
+    def _read(self, part: Slice) -> Array:
+        rows = self.checkpoint.read_rows(part.tensor, part.start, part.stop)
+        check_finite(part.tensor, rows)
+        return rows
+
+
+def whole(checkpoint: WeightSource, tensor: str, dtype: WeightType, *, transposed: bool = False) -> Reference:
+    """A Reference to all rows of one checkpoint tensor."""
+    return Reference(checkpoint, (Slice(tensor, 0, checkpoint.tensors[tensor].shape[0]),), dtype, transposed)
+
+
+def concatenated(references: list[Reference]) -> Reference:
+    """One Reference to the rows of all, in order; they must agree in dtype and orientation (ValueError otherwise)."""
+    first = references[0]
+    if any((r.dtype, r.transposed) != (first.dtype, first.transposed) for r in references):
+        raise ValueError("references of different dtype or orientation cannot be concatenated")
+    parts = tuple(part for reference in references for part in reference.parts)
+    return Reference(first.checkpoint, parts, first.dtype, first.transposed)
+
+
+class ReferenceTensor(ir.LazyTensor):
+    """A Reference in the place of an onnx-ir initializer's tensor; read anew at every access, never cached."""
+
+    def __init__(self, reference: Reference, name: str) -> None:
+        super().__init__(self._tensor_now, _ONNX[reference.dtype], ir.Shape(reference.shape), name=name)
+        self.reference = reference
+
+    def _tensor_now(self) -> ir.TensorProtocol:
+        return ir.Tensor(np.ascontiguousarray(self.reference.array()), name=self.name)
+
+    def numpy(self) -> Array:
+        return self.reference.array()
+
+    def tobytes(self) -> bytes:
+        return b"".join(chunk.tobytes() for chunk in self.reference.chunks())
+
+    def tofile(self, file: BinaryIO) -> None:
+        for chunk in self.reference.chunks():
+            file.write(chunk.view(np.uint8).data)
+
+
+def reference_of(value: ir.Value) -> Reference | None:
+    """The Reference behind an initializer, or None for any other value."""
+    tensor = value.const_value
+    return tensor.reference if isinstance(tensor, ReferenceTensor) else None
