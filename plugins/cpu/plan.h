@@ -1,0 +1,32 @@
+// What a generated plan includes, and what it exports besides its model function.
+#pragma once
+#include "abi.h"
+#include "attention.h"
+#include "elementwise.h"
+#include "linear.h"
+#include "simd.h"
+#include "threads.h"
+
+// The activation that starts `offset` bytes per token into the arena.
+template <class T> PK_INLINE T* activation(const pk_step& s, int64_t offset) { return reinterpret_cast<T*>(s.arena + offset * s.max_tokens); }
+
+typedef void (*Model)(const Thread&, const pk_step&);
+struct StepTask {
+  Model model;
+  const pk_step* step;
+  int32_t threads, spin;
+  Barrier barrier;
+};
+
+static void run_on_thread(void* arg, int32_t id) {
+  StepTask* task = static_cast<StepTask*>(arg);
+  task->model(Thread{id, task->threads, task->spin, &task->barrier}, *task->step);
+}
+
+static inline void run_step(pk_pool* pool, const pk_step* step, Model model) {
+  StepTask task{model, step, pool->threads, pool->spin, {}};
+  pool->run(pool, run_on_thread, &task);
+}
+
+PLANKILN_EXPORT pk_pool* pk_pool_create(int32_t threads, int32_t spin) { return pool_create(threads, spin); }
+PLANKILN_EXPORT void pk_pool_destroy(pk_pool* pool) { pool_destroy(pool); }
