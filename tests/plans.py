@@ -8,6 +8,7 @@ from typing import Literal
 
 import numpy as np
 import onnx_ir as ir
+import pytest
 
 from plankiln.checkpoint import open_checkpoint
 from plankiln.compiler.cpu import compile as cpu_compile
@@ -76,7 +77,7 @@ def plan(
     )
     model = fused_graph(source, weights, kv, max_context, block_size)
     resolved = get_target(target) if isinstance(target, str) else target
-    cpu_compile.compile_cpu(model, resolved, limits, out, source.name, compiler_flags=strict_flags())
+    cpu_compile.compile_cpu(model, resolved, out, source.name, compiler_flags=strict_flags())
     program = lower(model, source.name)
     return program, load(out, program, limits, threads)
 
@@ -115,3 +116,26 @@ def packed_step(
         block_table=np.array([table + [-1] * (width - len(table)) for table in tables], np.int32),
         logit_rows=np.array(rows, np.int32),
     )
+
+
+def write_recipe(
+    path: Path, source: Path, *, target: str = "cpu-native", format: Format = "fp32", max_context: int = 64
+) -> Path:
+    """Write a recipe for one target, named after its file, whose small steps split prompts into chunks."""
+    engine = f"max_sequences: 8, max_tokens_per_step: 48, max_context: {max_context}, max_logit_rows: 32"
+    path.write_text(
+        f"name: {path.stem}\n"
+        f"model: {{source: {source}}}\n"
+        f"quantize: {{weights: {format}, kv_cache: {format}}}\n"
+        f"targets: [{target}]\n"
+        f"engine: {{{engine}}}\n"
+    )
+    return path
+
+
+def quick_compiler(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have builds use g++ without optimising, for tests in which the plan need not be fast."""
+    script = directory / "quick-g++"
+    script.write_text('#!/bin/sh\nexec g++ "$@" -O0\n')
+    script.chmod(0o755)
+    monkeypatch.setenv("CXX", str(script))

@@ -14,8 +14,6 @@ from plankiln.compiler.cpu.memory import plan_memory
 from plankiln.compiler.cpu.pack import weight_offsets, write_weights
 from plankiln.compiler.cpu.program import Program
 from plankiln.compiler.cpu.toolchain import compile_plan, find_compiler, needed_glibc
-from plankiln.errors import BuildError
-from plankiln.manifest import PlanLimits
 from plankiln.target import Target
 
 Progress = Callable[[str, int, int], None]
@@ -39,7 +37,6 @@ class CpuPlan:
 def compile_cpu(
     model: ir.Model,
     target: Target,
-    limits: PlanLimits,
     out_dir: Path,
     name: str,
     progress: Progress | None = None,
@@ -48,15 +45,9 @@ def compile_cpu(
     """Compile a fused graph for one CPU target into out_dir: plan.so, plan.cc, weights.bin.
 
     progress(what, done, total) is called as the work goes on; compiler_flags are added to the compiler's.
-    Raises ExportError (no kernel for a node), ToolchainError (no compiler, or it failed), CheckpointError (unreadable
-    or non-finite weights), BuildError (limits).
+    The run-time limits are not compiled in. Raises ExportError (no kernel for a node), ToolchainError (no compiler, or
+    it failed), CheckpointError (unreadable or non-finite weights).
     """
-    if limits.block_size % 16:
-        raise BuildError(
-            "a CPU plan needs blocks of a multiple of 16 tokens",
-            f"engine.block_size: {limits.block_size}",
-            "use 16, 32, 64 or 128",
-        )
     program = lower(model, name)
     compiler = find_compiler()
     offsets, weight_bytes = weight_offsets(program)
