@@ -173,7 +173,8 @@ def _choose(targets: tuple[ResolvedTarget, ...], wanted: Sequence[str]) -> list[
 
 
 _NO_TARGET = (
-    "none of this recipe's targets can be built here; try `--set targets=[cpu-native] --set quantize.weights=bf16`"
+    "none of this recipe's targets can be built here; "
+    "try `--set targets=[cpu-native] --set quantize.weights=bf16 --set quantize.kv_cache=bf16`"
 )
 
 

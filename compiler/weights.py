@@ -13,6 +13,7 @@ import onnx_ir as ir
 from numpy.typing import NDArray
 
 from plankiln.checkpoint import check_finite
+from plankiln.errors import CheckpointError
 
 WeightType = Literal["float32", "bfloat16"]
 Array = NDArray[Any]
@@ -67,9 +68,8 @@ class Reference:
 
     def rows(self) -> Array:
         """[N, K] (or [N] for a vector), the checkpoint's orientation, in `dtype`."""
-        read = [self._read(part) for part in self.parts]
-        joined = read[0] if len(read) == 1 else np.concatenate(read)
-        return joined.astype(_NUMPY[self.dtype], copy=False)
+        cast = [self._cast(part) for part in self.parts]
+        return cast[0] if len(cast) == 1 else np.concatenate(cast)
 
     def array(self) -> Array:
         """The tensor as the graph sees it; a transposed one is a view of `rows()`."""
@@ -89,6 +89,19 @@ class Reference:
         for part in parts:
             for start in range(0, len(part), step):
                 yield np.ascontiguousarray(part[start : start + step].astype(dtype, copy=False))
+
+    def _cast(self, part: Slice) -> Array:
+        rows = self._read(part)
+        with np.errstate(over="ignore"):
+            cast = rows.astype(_NUMPY[self.dtype], copy=False)
+        if cast.dtype != rows.dtype:
+            try:
+                check_finite(part.tensor, cast)
+            except CheckpointError:
+                what = f"tensor `{part.tensor}` holds values beyond the range of {self.dtype}"
+                hint = f"its largest is {np.abs(rows).max():.3g}: the file is damaged or training diverged"
+                raise CheckpointError(what, hint=hint) from None
+        return cast
 
     def _read(self, part: Slice) -> Array:
         rows = self.checkpoint.read_rows(part.tensor, part.start, part.stop)
