@@ -15,6 +15,7 @@ from typing import Any, Self
 import pytest
 from bundles import CONTENTS, make_bundle
 
+import plankiln
 from plankiln import cli
 from plankiln.compiler import pipeline
 from plankiln.errors import BuildError, Problem, RequestError
@@ -107,7 +108,7 @@ class TestErrors:
         monkeypatch.setitem(sys.modules, "onnx_ir", None)
         for name in [name for name in sys.modules if name.startswith("plankiln.compiler")]:
             monkeypatch.delitem(sys.modules, name)
-        monkeypatch.delattr("plankiln.compiler.pipeline", raising=False)
+        monkeypatch.delattr(plankiln, "compiler")
         done = call("build", recipe)
         assert done.code == 1
         assert "building needs the Python package `onnx_ir`" in done.err
