@@ -48,3 +48,13 @@ def store_directory() -> Path:
     """Where stages of builds are kept: $PLANKILN_STORE, or `cache_directory()`, whose error it raises."""
     chosen = os.environ.get("PLANKILN_STORE")
     return Path(chosen) if chosen else cache_directory()
+
+
+def usable_cores() -> int:
+    """Cores this process may keep busy: its affinity, within the control group's CPU quota (rounded up)."""
+    cores = len(os.sched_getaffinity(0))
+    try:
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+        return max(1, min(cores, -(-int(quota) // int(period))))
+    except (OSError, ValueError):
+        return cores

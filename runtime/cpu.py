@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import os
+import threading
+import weakref
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,10 +14,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from plankiln.errors import BundleError, EngineError
+from plankiln.host import usable_cores
 from plankiln.runtime.engine import Capabilities, FloatArray, Int32Array, Step
 
 ABI = 1
-SPIN = 20_000  # polls before a waiting thread parks, some tens of microseconds
+MAX_THREADS = 256
+SPIN = 2_000  # polls before a waiting thread parks, some tens of microseconds
 
 _i32, _i64, _ptr = ctypes.c_int32, ctypes.c_int64, ctypes.c_void_p
 
@@ -23,6 +27,7 @@ _i32, _i64, _ptr = ctypes.c_int32, ctypes.c_int64, ctypes.c_void_p
 class _Info(ctypes.Structure):
     _fields_ = [
         *((name, _i32) for name in ("abi", "layers", "kv_heads", "head_dim", "kv_element_bytes", "vocab")),
+        ("max_context", _i32),
         ("arena_bytes_per_token", _i64),
         ("weight_bytes", _i64),
     ]
@@ -33,40 +38,76 @@ class _Step(ctypes.Structure):
         ("weights", _ptr),
         ("arena", _ptr),
         ("max_tokens", _i64),
-        *((n, _i32) for n in ("tokens", "sequences", "blocks_per_sequence", "wanted", "kv_blocks", "block_size")),
+        *((n, _i32) for n in ("tokens", "sequences", "blocks_per_sequence", "wanted", "block_size")),
         *((n, _ptr) for n in ("input_ids", "positions", "seq_starts", "context_lens", "block_table", "logit_rows")),
         *((n, _ptr) for n in ("k_cache", "v_cache", "logits")),
     ]
 
 
 class ThreadPool:
-    """The process's worker threads. They live in the first plan that is loaded and are lent to every other."""
+    """The process's worker threads. They live in the first plan that is loaded and are lent to every other.
 
-    _shared: ThreadPool | None = None
+    One step runs at a time: `run` waits for a step that another thread of the process has begun.
+    """
+
+    _current: ThreadPool | None = None
+    _lock = threading.Lock()
 
     def __init__(self, plan: ctypes.CDLL, threads: int) -> None:
-        available = len(os.sched_getaffinity(0))
         self.threads = threads
-        self.handle = plan.pk_pool_create(threads, SPIN if threads <= available else 0)
-        if not self.handle:
-            raise EngineError(f"{threads} threads could not be started", "thread pool", "lower `threads`")
+        self.users = 0
         self._plan = plan
+        self._handle = self._start()
+
+    def _start(self) -> int:
+        handle: int | None = self._plan.pk_pool_create(self.threads, SPIN if self.threads <= usable_cores() else 0)
+        if not handle:
+            raise EngineError(f"{self.threads} threads could not be started", "thread pool", "lower `threads`")
+        return handle
 
     @classmethod
-    def shared(cls, plan: ctypes.CDLL, threads: int | None) -> ThreadPool:
-        """The pool, made on first use. A later caller may ask for no size, or for the size it has."""
-        if cls._shared is None or cls._shared.handle is None:
-            cls._shared = cls(plan, threads or len(os.sched_getaffinity(0)))
-        elif threads not in (None, cls._shared.threads):
-            cls._shared.close()
-            cls._shared = cls(plan, threads or 1)
-        return cls._shared
+    def join(cls, plan: ctypes.CDLL, threads: int | None) -> ThreadPool:
+        """The pool, for one more user. A size other than the present one is possible only when nobody uses it.
 
-    def close(self) -> None:
-        """Stop the workers."""
-        if self.handle:
-            self._plan.pk_pool_destroy(self.handle)
-        self.handle = None
+        Raises EngineError for a size outside 1 … MAX_THREADS, or one that differs from a pool in use.
+        """
+        if threads is not None and not 1 <= threads <= MAX_THREADS:
+            raise EngineError(f"`threads` must be 1 … {MAX_THREADS}, not `{threads}`")
+        with cls._lock:
+            pool = cls._current
+            if pool is None or (pool.users == 0 and pool.threads != (threads or usable_cores())):
+                if pool is not None and pool._handle:
+                    pool._plan.pk_pool_destroy(pool._handle)
+                    cls._current = None
+                pool = cls._current = cls(plan, threads or usable_cores())
+            elif threads not in (None, pool.threads):
+                raise EngineError(
+                    f"`threads` is {threads}, but the process's pool has {pool.threads} and is in use",
+                    hint="load every bundle with the same `threads`, or close the others first",
+                )
+            pool.users += 1
+            return pool
+
+    def leave(self) -> None:
+        """One user fewer."""
+        self.users -= 1
+
+    def run(self, plan: ctypes.CDLL, step: _Step) -> None:
+        """One step of a plan on all threads."""
+        with self._lock:
+            if not self._handle:
+                self._handle = self._start()
+            plan.pk_run(self._handle, ctypes.byref(step))
+
+    @classmethod
+    def _forget(cls) -> None:
+        """In a forked child the workers are gone: the next step starts its own."""
+        cls._lock = threading.Lock()
+        if cls._current is not None:
+            cls._current._handle = 0
+
+
+os.register_at_fork(after_in_child=ThreadPool._forget)
 
 
 def _open_plan(code: Path) -> ctypes.CDLL:
@@ -109,14 +150,11 @@ class CpuEngine:
                 str(code),
                 "build the bundle again with this version of plankiln",
             )
-        if weights.nbytes != self._info.weight_bytes or weights.ctypes.data % 64:
-            raise BundleError(
-                f"weights are {weights.nbytes} bytes where the plan needs {self._info.weight_bytes}, 64-byte aligned",
-                str(code),
-            )
+        self._check_capabilities(capabilities, weights, code)
         self._capabilities = capabilities
         self._weights = weights
-        self._threads = threads
+        self._pool = ThreadPool.join(self._plan, threads)
+        self._leave = weakref.finalize(self, self._pool.leave)
         self._arena = _aligned(self._info.arena_bytes_per_token * capabilities.max_tokens_per_step)
         self._logits = np.empty((capabilities.max_logit_rows, capabilities.vocab_size), np.float32)
         self._cache: list[NDArray[np.uint8]] = []
@@ -152,7 +190,7 @@ class CpuEngine:
         self._pointers = pointers
         self._step.k_cache = ctypes.addressof(pointers)
         self._step.v_cache = ctypes.addressof(pointers) + info.layers * ctypes.sizeof(_ptr)
-        self._step.kv_blocks = self._blocks = blocks
+        self._blocks = blocks
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy whole blocks (source, destination) in every layer."""
@@ -176,15 +214,32 @@ class CpuEngine:
         s.input_ids, s.positions = step.input_ids.ctypes.data, step.positions.ctypes.data
         s.seq_starts, s.context_lens = step.seq_starts.ctypes.data, step.context_lens.ctypes.data
         s.block_table, s.logit_rows = step.block_table.ctypes.data, step.logit_rows.ctypes.data
-        pool = ThreadPool.shared(self._plan, self._threads)
-        self._plan.pk_run(pool.handle, ctypes.byref(s))
+        self._pool.run(self._plan, s)
         return self._logits[:wanted, : c.vocab_size]
 
     def close(self) -> None:
         """Drop the cache and the arena; the plan's code stays mapped (its threads may be lent to others)."""
+        self._leave()
         self._open = False
         self._cache = []
         self._arena = self._logits = np.empty(0, np.uint8)  # type: ignore[assignment]
+
+    def _check_capabilities(self, limits: Capabilities, weights: NDArray[np.uint8], code: Path) -> None:
+        """The limits, which come from a manifest, must be those the code was compiled for."""
+        info = self._info
+        kv_bytes = 2 * info.layers * info.kv_heads * info.head_dim * info.kv_element_bytes
+        for what, has, needs in (
+            ("bytes of weights", weights.nbytes, info.weight_bytes),
+            ("bytes from a cache line to the weights", weights.ctypes.data % 64, 0),
+            ("vocabulary entries", limits.vocab_size, info.vocab),
+            ("KV bytes per token", limits.kv_bytes_per_token, kv_bytes),
+            ("tokens of context", limits.max_context, info.max_context),
+            ("tokens left over in a block of 16", limits.block_size % 16, 0),
+        ):
+            if has != needs:
+                raise BundleError(
+                    f"{has} {what} where the compiled plan has {needs}", str(code), "build the bundle again"
+                )
 
     def _check_open(self) -> None:
         if not self._open:
@@ -203,7 +258,7 @@ class CpuEngine:
         if sequences != len(step.context_lens) or sequences != len(step.block_table) or step.seq_starts[0]:
             raise EngineError("`seq_starts`, `context_lens` and `block_table` disagree", "step")
         lengths = np.diff(step.seq_starts)
-        ends = step.context_lens + lengths
+        ends = step.context_lens.astype(np.int64) + lengths
         if (lengths < 0).any() or (step.context_lens < 0).any() or ends.max(initial=0) > c.max_context:
             raise EngineError(f"a sequence outside 0 … {c.max_context}", "step")
         if _outside(step.input_ids[:tokens], c.vocab_size) or _outside(step.positions[:tokens], c.max_context):

@@ -44,9 +44,9 @@ def compile_cpu(
 ) -> CpuPlan:
     """Compile a fused graph for one CPU target into out_dir: plan.so, plan.cc, weights.bin.
 
-    progress(what, done, total) is called as the work goes on; compiler_flags are added to the compiler's.
-    The run-time limits are not compiled in. Raises ExportError (no kernel for a node), ToolchainError (no compiler, or
-    it failed), CheckpointError (unreadable or non-finite weights).
+    progress(what, done, total) is called as the work goes on; compiler_flags are added to the compiler's. Of the
+    run-time limits only max_context is compiled in, as the length of the RoPE tables. Raises ExportError (no kernel for
+    a node), ToolchainError (no compiler, or it failed), CheckpointError (unreadable or non-finite weights).
     """
     program = lower(model, name)
     compiler = find_compiler()

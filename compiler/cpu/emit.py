@@ -10,7 +10,6 @@ from plankiln.compiler.cpu.memory import Arena
 from plankiln.compiler.cpu.program import ELEMENT_BYTES, Buffer, Call, Program, Weight
 
 _C_TYPE = {"float32": "float", "bfloat16": "bf16"}
-_ROW_WISE = {"embed", "rms_norm", "head_norm", "add_bias", "rope_and_cache"}
 
 
 def emit(program: Program, arena: Arena, offsets: dict[Weight, int], weight_bytes: int, target: str) -> str:
@@ -34,7 +33,7 @@ class _Emitter:
         p = self.program
         info = (
             f"PLANKILN_ABI, {p.layers}, {p.kv_heads}, {p.head_dim}, {ELEMENT_BYTES[p.kv_element]}, "
-            f"{p.vocab}, {self.arena.bytes_per_token}, {self.weight_bytes}"
+            f"{p.vocab}, {p.max_context}, {self.arena.bytes_per_token}, {self.weight_bytes}"
         )
         return [
             f"// {p.name} for {self.target}: {p.layers} layers, vocabulary {p.vocab}.",
@@ -47,7 +46,7 @@ class _Emitter:
             "// Byte offsets of the weights; those of a layer are relative to its first byte.",
             *(f"constexpr int64_t {name} = {value};" for name, value in self.constants.items()),
             "",
-            "static void model(const Thread& t, const pk_step& s) {",
+            "static void model(Thread& t, const pk_step& s) {",
             "  const int64_t T = s.tokens, R = s.wanted;",
             "  const uint8_t* w = s.weights;",
             *self.activations(),
@@ -57,7 +56,9 @@ class _Emitter:
             "",
             f"static const pk_info INFO = {{{info}}};",
             "PLANKILN_EXPORT const pk_info* pk_plan_info() { return &INFO; }",
-            "PLANKILN_EXPORT void pk_run(pk_pool* pool, const pk_step* step) { run_step(pool, step, model); }",
+            "PLANKILN_EXPORT void pk_run(pk_pool* pool, const pk_step* step) {",
+            f"  run_step<{len(p.calls)}>(pool, step, model);",
+            "}",
         ]
 
     def activations(self) -> list[str]:
@@ -76,32 +77,29 @@ class _Emitter:
         starts = [_layer_start(calls, i) for i, call in enumerate(calls) if call.kernel == "rope_and_cache"]
         end = next(i for i, call in enumerate(calls) if call.kernel == "gather_rows")
         layers = [calls[a:b] for a, b in zip(starts, [*starts[1:], end], strict=True)]
-        lines = self.straight(calls[: starts[0]], calls[starts[0]])
+        lines = self.straight(calls[: starts[0]])
         first = 0
         for _, group in groupby(layers, key=lambda layer: [call.shape for call in layer]):
             run = list(group)
-            after = layers[first + len(run)][0] if first + len(run) < len(layers) else calls[end]
-            lines += self.loop(run, first, after)
+            lines += self.loop(run, first)
             first += len(run)
-        return lines + self.straight(calls[end:], None)
+        return lines + self.straight(calls[end:])
 
-    def straight(self, calls: Sequence[Call], after: Call | None) -> list[str]:
+    def straight(self, calls: Sequence[Call]) -> list[str]:
         lines = []
-        for call, following in zip(calls, [*calls[1:], after], strict=True):
+        for call in calls:
             weights = [f"w + {self.constant(weight, self.offsets[weight])}" for weight in call.weights]
             lines.append(f"  {self.text(call, weights, None)}")
-            if following and _needs_barrier(call, following):
-                lines.append("  barrier(t);")
         return lines
 
-    def loop(self, run: list[tuple[Call, ...]], first: int, after: Call) -> list[str]:
+    def loop(self, run: list[tuple[Call, ...]], first: int) -> list[str]:
         """Layers first … first+len(run), all of one shape."""
         lines = [f"  for (int l = {first}; l < {first + len(run)}; ++l) {{"]
         base, stride = self.layer_stride(run)
         step = f"(l - {first})" if first else "l"
         if stride is not None:
             lines.append(f"    const uint8_t* layer = w + {base} + {step} * int64_t({stride});")
-        for i, (call, following) in enumerate(zip(run[0], [*run[0][1:], run[0][0]], strict=True)):
+        for i, call in enumerate(run[0]):
             weights = []
             for j, weight in enumerate(call.weights):
                 places = [self.offsets[layer[i].weights[j]] for layer in run]
@@ -114,8 +112,6 @@ class _Emitter:
                     lines.append(f"    static constexpr int64_t {table}[] = {{{', '.join(map(str, places))}}};")
                     weights.append(f"w + {table}[{step}]")
             lines.append(f"    {self.text(call, weights, 'l')}")
-            if _needs_barrier(call, following) or (following is run[0][0] and _needs_barrier(call, after)):
-                lines.append("    barrier(t);")
         return [*lines, "  }"]
 
     def layer_stride(self, run: list[tuple[Call, ...]]) -> tuple[int, int | None]:
@@ -167,8 +163,7 @@ class _Emitter:
                 )
             case "linear":
                 weight = call.weights[0]
-                target = "s.logits" if out.name == "logits" else out.name
-                return f"linear(t, {target}, {source.name}, {weights[0]}, {rows}, {weight.n}, {weight.k});"
+                return f"linear(t, {_where(out)}, {source.name}, {weights[0]}, {rows}, {weight.n}, {weight.k});"
             case "add_bias":
                 return f"add_bias(t, {_where(out)}, {weights[0]}, {rows}, {out.width});"
             case "rope_and_cache":
@@ -204,13 +199,6 @@ def _layer_start(calls: Sequence[Call], attention: int) -> int:
     while qkv in calls[start - 1].write:
         start -= 1
     return start
-
-
-def _needs_barrier(call: Call, following: Call) -> bool:
-    """Row-wise kernels share rows out alike: no barrier when the second one touches only what the first did."""
-    touched = {*call.read, *call.write}
-    same_rows = call.kernel in _ROW_WISE and following.kernel in _ROW_WISE
-    return not (same_rows and (not call.read or touched >= {*following.read, *following.write}))
 
 
 def _float(value: int | float) -> str:

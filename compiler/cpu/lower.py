@@ -39,7 +39,7 @@ class _Lowering:
         self.buffers: dict[str, Buffer] = {}
         self.versions: dict[Buffer, int] = {}
         self.layers = 0
-        self.heads = self.kv_heads = self.head_dim = self.vocab = 0
+        self.heads = self.kv_heads = self.head_dim = self.vocab = self.max_context = 0
         self.kv_element: Element = "float32"
         self.handlers: dict[str, Callable[[ir.Node], None]] = {
             "Gather": self.gather,
@@ -68,6 +68,7 @@ class _Lowering:
             kv_heads=self.kv_heads,
             head_dim=self.head_dim,
             vocab=self.vocab,
+            max_context=self.max_context,
             kv_element=self.kv_element,
         )
 
@@ -129,9 +130,8 @@ class _Lowering:
         if reference is None:
             raise ExportError("a linear layer's weight is not a checkpoint reference", f"value `{value.name}`")
         shape = reference.shape[::-1] if reference.transposed else reference.shape
-        rows = reference.rows
         name = "+".join(part.tensor for part in reference.parts)
-        return Weight(name, "tiles", reference.dtype, shape[0], shape[1], rows)
+        return Weight(name, "tiles", reference.dtype, shape[0], shape[1], reference.rows, reference.parts)
 
     def vector(self, value: ir.Value) -> Weight:
         """A float32 initializer kept as it is: a norm's weight, a bias, a RoPE table."""
@@ -183,7 +183,9 @@ class _Lowering:
     def norm(self, node: ir.Node) -> None:
         view, weight = self.view(node, 0), self.vector(self.value(node, 1))
         epsilon = node.attributes["epsilon"].as_float()
-        if view.width != weight.n:  # a row holds several heads: query-key normalization, in place
+        if (
+            view.width != view.buffer.width or view.width != weight.n
+        ):  # heads of a row: query-key normalization, in place
             heads, left = divmod(view.width, weight.n)
             if left:
                 raise self.no_kernel(node, f" of {weight.n} in rows of {view.width}")
@@ -256,6 +258,7 @@ class _Lowering:
         self.heads, self.kv_heads, self.head_dim = heads, kv_heads, dim
         self.kv_element = "bfloat16" if cache.dtype == ir.DataType.BFLOAT16 else "float32"
         tables = (self.vector(self.value(node, 8)), self.vector(self.value(node, 9)))
+        self.max_context = tables[0].n
         layer = self.layers
         self.layers += 1
         self.emit(

@@ -32,7 +32,8 @@ class Buffer:
 class Weight:
     """One packed tensor of weights.bin. `rows()` reads it as the checkpoint lies: [n, k], or [n] for a vector.
 
-    Two uses of one Weight (a tied embedding) compare equal and are stored once.
+    parts: which rows of which checkpoint tensors it is. Two uses of the same rows (a tied embedding) compare equal and
+    are stored once.
     """
 
     name: str
@@ -41,6 +42,7 @@ class Weight:
     n: int
     k: int
     rows: Callable[[], NDArray[Any]] = field(compare=False, repr=False)
+    parts: tuple[object, ...] = ()
 
     @property
     def nbytes(self) -> int:
@@ -76,7 +78,8 @@ class Call:
 class Program:
     """A whole model for one CPU target.
 
-    kv_element, kv_heads, head_dim, layers: shape of the cache. vocab: width of the logits.
+    kv_element, kv_heads, head_dim, layers: shape of the cache. vocab: width of the logits. max_context: rows of the
+    RoPE tables.
     """
 
     name: str
@@ -86,6 +89,7 @@ class Program:
     kv_heads: int
     head_dim: int
     vocab: int
+    max_context: int
     kv_element: Element
 
     @property

@@ -20,7 +20,7 @@ FLAGS = (
     *("-fno-exceptions", "-fno-rtti", "-fno-asynchronous-unwind-tables", "-Wno-psabi", "-pthread"),
     *("-static-libgcc", "-static-libstdc++"),
 )
-_INSTALL = "install g++ 9 or newer, or clang++ 10 or newer (Debian: `apt-get install g++`), or set CXX"
+_INSTALL = "install g++ 11 or newer, or clang++ 12 or newer (Debian: `apt-get install g++`), or set CXX"
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ def compile_plan(compiler: Compiler, source: Path, output: Path, target: Target,
         raise ToolchainError(
             f"the compiler does not know target `{target.name}`: {first}",
             f"`{' '.join(compiler.command)}` ({compiler.version})",
-            "use a newer compiler through CXX, or a lower target such as `cpu-x86-64-v3`",
+            "use a newer compiler through CXX, or target `cpu-generic`",
         )
     raise ToolchainError(
         f"compiling the plan failed: {first}",

@@ -21,6 +21,7 @@ struct pk_info {
   int32_t head_dim;
   int32_t kv_element_bytes;
   int32_t vocab;
+  int32_t max_context;           // rows of the RoPE tables
   int64_t arena_bytes_per_token;
   int64_t weight_bytes;
 };
@@ -33,7 +34,6 @@ struct pk_step {
   int32_t sequences;             // S
   int32_t blocks_per_sequence;   // B
   int32_t wanted;                // R
-  int32_t kv_blocks;
   int32_t block_size;            // multiple of 16
   const int32_t* input_ids;      // [T]
   const int32_t* positions;      // [T]

@@ -2,11 +2,11 @@
 // Cache layout (one layer): K [block][kv_head][block_size/16][dim][16], V [block][kv_head][block_size][dim]:
 // sixteen positions of K lie side by side, so scores need no sums across lanes. C is float or bf16.
 // Each query row walks the cache in tiles of 64 positions counted from position 0 with an online softmax (Milakov and
-// Gimelshein 2018), so its bits depend neither on the batch, the chunking, the block size nor the threads.
+// Gimelshein 2018), so its bits depend neither on the batch, the chunking, the block size nor the threads (as long as values are finite:
+// rows that walk together multiply each other's later values by zero).
 #pragma once
 #include "abi.h"
-#include "simd.h"
-#include "threads.h"
+#include "elementwise.h"
 
 struct Heads { int64_t query, kv, dim; };
 
@@ -32,29 +32,30 @@ PK_INLINE void rotate(float* x, const float* cos, const float* sin, int64_t dim,
 // Rotates and scales the queries in place, rotates the keys, and writes keys and values to their cache slots.
 // q, k, v: columns of rows that are ld floats apart; cos_sin [2][max_context][dim/2].
 template <class C>
-static void rope_and_cache(const Thread& t, const pk_step& s, int layer, float* q, float* k, const float* v, int64_t ld,
+static void rope_and_cache(Thread& t, const pk_step& s, int layer, float* q, float* k, const float* v, int64_t ld,
                            const uint8_t* cos_cache, const uint8_t* sin_cache, const Heads& heads, float scale) {
   int64_t half = heads.dim / 2;
-  Range r = share(t, s.tokens);
-  int64_t sequence = 0;
-  for (int64_t m = r.begin; m < r.end; ++m) {
-    while (m >= s.seq_starts[sequence + 1]) ++sequence;
-    const float* cos = reinterpret_cast<const float*>(cos_cache) + s.positions[m] * half;
-    const float* sin = reinterpret_cast<const float*>(sin_cache) + s.positions[m] * half;
-    for (int64_t h = 0; h < heads.query; ++h) rotate(q + m * ld + h * heads.dim, cos, sin, heads.dim, scale);
-    int64_t place = s.context_lens[sequence] + m - s.seq_starts[sequence], slot = place % s.block_size;
-    int64_t block = s.block_table[sequence * s.blocks_per_sequence + place / s.block_size];
-    for (int64_t h = 0; h < heads.kv; ++h) {
-      float* key = k + m * ld + h * heads.dim;
-      rotate(key, cos, sin, heads.dim, 1.0f);
-      C* kt = k_tile<C>(s.k_cache[layer], heads, s.block_size, block, h, slot) + slot % 16;
-      C* vr = v_row<C>(s.v_cache[layer], heads, s.block_size, block, h, slot);
-      for (int64_t d = 0; d < heads.dim; ++d) {
-        kt[d * 16] = from_float<C>(key[d]);
-        vr[d] = from_float<C>(v[m * ld + h * heads.dim + d]);
+  parallel(t, s.tokens, 1, [&](int64_t m, int64_t end) {
+    int64_t sequence = 0;
+    for (; m < end; ++m) {
+      while (m >= s.seq_starts[sequence + 1]) ++sequence;
+      const float* cos = reinterpret_cast<const float*>(cos_cache) + s.positions[m] * half;
+      const float* sin = reinterpret_cast<const float*>(sin_cache) + s.positions[m] * half;
+      for (int64_t h = 0; h < heads.query; ++h) rotate(q + m * ld + h * heads.dim, cos, sin, heads.dim, scale);
+      int64_t place = s.context_lens[sequence] + m - s.seq_starts[sequence], slot = place % s.block_size;
+      int64_t block = s.block_table[sequence * s.blocks_per_sequence + place / s.block_size];
+      for (int64_t h = 0; h < heads.kv; ++h) {
+        float* key = k + m * ld + h * heads.dim;
+        rotate(key, cos, sin, heads.dim, 1.0f);
+        C* kt = k_tile<C>(s.k_cache[layer], heads, s.block_size, block, h, slot) + slot % 16;
+        C* vr = v_row<C>(s.v_cache[layer], heads, s.block_size, block, h, slot);
+        for (int64_t d = 0; d < heads.dim; ++d) {
+          kt[d * 16] = from_float<C>(key[d]);
+          vr[d] = from_float<C>(v[m * ld + h * heads.dim + d]);
+        }
       }
     }
-  }
+  });
 }
 
 constexpr int TILE = 64;  // cache positions a softmax step covers
@@ -167,47 +168,63 @@ static void walk_cache(Rows& rows, const pk_step& s, const uint8_t* k_cache, con
   }
 }
 
-// y [tokens, heads.query * dim]; q as rope_and_cache left it; window < 0 sees everything before, else the last `window` positions.
+// Attention of up to ROWS query rows: tokens m … end of a sequence, heads from … to of one key/value head.
 template <class C, class Y>
-static void attention(const Thread& t, const pk_step& s, int layer, Y* y, const float* q, int64_t ld, const Heads& heads, int64_t window) {
+static void attention_rows(const pk_step& s, int layer, Y* y, const float* q, int64_t ld, const Heads& heads, int64_t window,
+                           int64_t sequence, int64_t kv_head, int64_t m, int64_t end, int64_t from, int64_t to) {
+  Rows rows;
+  rows.count = 0;
+  rows.first[0] = rows.last[0] = 0;
+  Y* out[ROWS];
+  for (; m < end; ++m)
+    for (int64_t h = from; h < to; ++h) {
+      int r = rows.count++;
+      int64_t place = s.context_lens[sequence] + m - s.seq_starts[sequence];
+      rows.q[r] = q + m * ld + h * heads.dim;
+      rows.last[r] = place;
+      rows.first[r] = window >= 0 && place >= window ? place - window + 1 : 0;
+      out[r] = y + (m * heads.query + h) * heads.dim;
+    }
   const uint8_t *k_cache = s.k_cache[layer], *v_cache = s.v_cache[layer];
-  int64_t group = heads.query / heads.kv, part = group < ROWS ? group : ROWS, tokens_per_item = ROWS / part, item = 0;
+  const int32_t* table = s.block_table + sequence * s.blocks_per_sequence;
+  switch (rows.count) {
+    case 1: walk_cache<C, 1>(rows, s, k_cache, v_cache, table, kv_head, heads); break;
+    case 2: walk_cache<C, 2>(rows, s, k_cache, v_cache, table, kv_head, heads); break;
+    case 3: walk_cache<C, 3>(rows, s, k_cache, v_cache, table, kv_head, heads); break;
+    case 4: walk_cache<C, 4>(rows, s, k_cache, v_cache, table, kv_head, heads); break;
+    case 5: walk_cache<C, 5>(rows, s, k_cache, v_cache, table, kv_head, heads); break;
+    case 6: walk_cache<C, 6>(rows, s, k_cache, v_cache, table, kv_head, heads); break;
+    case 7: walk_cache<C, 7>(rows, s, k_cache, v_cache, table, kv_head, heads); break;
+    default: walk_cache<C, 8>(rows, s, k_cache, v_cache, table, kv_head, heads);
+  }
+  for (int r = 0; r < rows.count; ++r) {
+    v16 total = set1(rows.total[r]);
+    for (int64_t d = 0; d < heads.dim; d += 16)
+      store_some(out[r] + d, div(load(rows.acc[r] + d), total), heads.dim - d < 16 ? static_cast<int>(heads.dim - d) : 16);
+  }
+}
+
+// y [tokens, heads.query * dim]; q as rope_and_cache left it; window < 0 sees everything before, else the last `window` positions.
+// One unit of work: some tokens of a sequence and the query heads (at most ROWS rows) that share a key/value head.
+template <class C, class Y>
+static void attention(Thread& t, const pk_step& s, int layer, Y* y, const float* q, int64_t ld, const Heads& heads, int64_t window) {
+  int64_t group = heads.query / heads.kv, part = group < ROWS ? group : ROWS, tokens = ROWS / part;
+  int64_t parts = (group + part - 1) / part, units = 0;
   for (int64_t sequence = 0; sequence < s.sequences; ++sequence)
-    for (int64_t m = s.seq_starts[sequence]; m < s.seq_starts[sequence + 1]; m += tokens_per_item)
-      for (int64_t kv_head = 0; kv_head < heads.kv; ++kv_head)
-        for (int64_t g = 0; g < group; g += part) {
-          if (item++ % t.count != t.id) continue;
-          Rows rows;
-          rows.count = 0;
-          rows.first[0] = rows.last[0] = 0;
-          Y* out[ROWS];
-          for (int64_t token = m; token < m + tokens_per_item && token < s.seq_starts[sequence + 1]; ++token)
-            for (int64_t h = kv_head * group + g; h < kv_head * group + (g + part < group ? g + part : group); ++h) {
-              int r = rows.count++;
-              int64_t place = s.context_lens[sequence] + token - s.seq_starts[sequence];
-              rows.q[r] = q + token * ld + h * heads.dim;
-              rows.last[r] = place;
-              rows.first[r] = window >= 0 && place >= window ? place - window + 1 : 0;
-              out[r] = y + (token * heads.query + h) * heads.dim;
-            }
-          const int32_t* table = s.block_table + sequence * s.blocks_per_sequence;
-          switch (rows.count) {
-            case 1: walk_cache<C, 1>(rows, s, k_cache, v_cache, table, kv_head, heads); break;
-            case 2: walk_cache<C, 2>(rows, s, k_cache, v_cache, table, kv_head, heads); break;
-            case 3: walk_cache<C, 3>(rows, s, k_cache, v_cache, table, kv_head, heads); break;
-            case 4: walk_cache<C, 4>(rows, s, k_cache, v_cache, table, kv_head, heads); break;
-            case 5: walk_cache<C, 5>(rows, s, k_cache, v_cache, table, kv_head, heads); break;
-            case 6: walk_cache<C, 6>(rows, s, k_cache, v_cache, table, kv_head, heads); break;
-            case 7: walk_cache<C, 7>(rows, s, k_cache, v_cache, table, kv_head, heads); break;
-            default: walk_cache<C, 8>(rows, s, k_cache, v_cache, table, kv_head, heads);
-          }
-          for (int r = 0; r < rows.count; ++r) {
-            v16 total = set1(rows.total[r]);
-            for (int64_t d = 0; d < heads.dim; d += 16) {
-              int n = heads.dim - d < 16 ? static_cast<int>(heads.dim - d) : 16;
-              v16 value = div(load(rows.acc[r] + d), total);
-              n == 16 ? store(out[r] + d, value) : store_n(out[r] + d, value, n);
-            }
-          }
-        }
+    units += (s.seq_starts[sequence + 1] - s.seq_starts[sequence] + tokens - 1) / tokens;
+  parallel(t, units * heads.kv * parts, 1, [&](int64_t item, int64_t end) {
+    int64_t sequence = 0, before = 0;  // units of the sequences before this one
+    for (; item < end; ++item) {
+      int64_t unit = item / (heads.kv * parts), rest = item % (heads.kv * parts);
+      for (;; ++sequence) {
+        int64_t own = (s.seq_starts[sequence + 1] - s.seq_starts[sequence] + tokens - 1) / tokens;
+        if (unit < before + own) break;
+        before += own;
+      }
+      int64_t m = s.seq_starts[sequence] + (unit - before) * tokens, stop = s.seq_starts[sequence + 1];
+      int64_t kv_head = rest / parts, from = kv_head * group + rest % parts * part;
+      attention_rows<C>(s, layer, y, q, ld, heads, window, sequence, kv_head, m, m + tokens < stop ? m + tokens : stop, from,
+                        from + part < (kv_head + 1) * group ? from + part : (kv_head + 1) * group);
+    }
+  });
 }

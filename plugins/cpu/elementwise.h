@@ -1,5 +1,5 @@
 // Row-wise kernels: embedding, norms, gated activation. X and Y are float or bf16; arithmetic is float.
-// Rows are shared out among the threads; each row's bits depend on that row alone.
+// Threads take rows; each row's bits depend on that row alone.
 #pragma once
 #include "simd.h"
 #include "threads.h"
@@ -7,15 +7,14 @@
 // y[m, :] = table[ids[m], :]. The table is a packed linear weight (see linear.h): row n is lane n%16 of tile n/16.
 // pair = elements of K kept together in a lane (1 for float, 2 for bf16).
 template <class W>
-static void embed(const Thread& t, float* y, const uint8_t* packed, const int32_t* ids, int64_t rows, int64_t width) {
+static void embed(Thread& t, float* y, const uint8_t* packed, const int32_t* ids, int64_t rows, int64_t width) {
   constexpr int64_t pair = 4 / sizeof(W);
   const W* table = reinterpret_cast<const W*>(packed);
   int64_t padded = (width + pair - 1) / pair * pair;
-  Range r = share(t, rows);
-  for (int64_t m = r.begin; m < r.end; ++m) {
+  each(t, rows, [&](int64_t m) {
     const W* tile = table + ids[m] / 16 * 16 * padded + ids[m] % 16 * pair;
     for (int64_t k = 0; k < width; ++k) y[m * width + k] = to_float(tile[k / pair * 16 * pair + k % pair]);
-  }
+  });
 }
 
 // Elements from one row of a linear layer's input to the next: bf16 rows are padded to pairs, the pad is zero.
@@ -47,38 +46,36 @@ PK_INLINE void norm_row(Y* y, const float* x, const float* weight, int64_t width
 }
 
 template <class Y>
-static void rms_norm(const Thread& t, Y* y, const float* x, const uint8_t* weight, int64_t rows, int64_t width, float epsilon) {
-  Range r = share(t, rows);
-  for (int64_t m = r.begin; m < r.end; ++m)
+static void rms_norm(Thread& t, Y* y, const float* x, const uint8_t* weight, int64_t rows, int64_t width, float epsilon) {
+  each(t, rows, [&](int64_t m) {
     norm_row(y + m * row_stride<Y>(width), x + m * width, reinterpret_cast<const float*>(weight), width, epsilon);
+  });
 }
 
 // residual += x; y = rms_norm(residual). x, residual, y [rows, width]
 template <class Y>
-static void add_rms_norm(const Thread& t, Y* y, float* residual, const float* x, const uint8_t* weight, int64_t rows, int64_t width, float epsilon) {
-  Range r = share(t, rows);
-  for (int64_t m = r.begin; m < r.end; ++m) {
+static void add_rms_norm(Thread& t, Y* y, float* residual, const float* x, const uint8_t* weight, int64_t rows, int64_t width, float epsilon) {
+  each(t, rows, [&](int64_t m) {
     float* h = residual + m * width;
     lanes(width, [&](int64_t i, int n) { store_some(h + i, add(load_some(h + i, n), load_some(x + m * width + i, n)), n); });
     norm_row(y + m * row_stride<Y>(width), h, reinterpret_cast<const float*>(weight), width, epsilon);
-  }
+  });
 }
 
 // In place on each of `heads` heads of `dim` columns starting at x; rows are stride apart: query-key normalization.
-static inline void head_norm(const Thread& t, float* x, int64_t stride, const uint8_t* weight, int64_t rows, int64_t heads, int64_t dim, float epsilon) {
-  Range r = share(t, rows);
-  for (int64_t m = r.begin; m < r.end; ++m)
+static inline void head_norm(Thread& t, float* x, int64_t stride, const uint8_t* weight, int64_t rows, int64_t heads, int64_t dim, float epsilon) {
+  each(t, rows, [&](int64_t m) {
     for (int64_t h = 0; h < heads; ++h) {
       float* head = x + m * stride + h * dim;
       norm_row(head, head, reinterpret_cast<const float*>(weight), dim, epsilon);
     }
+  });
 }
 
 // y = silu(gate) * up. gate_up [rows, 2*width] holds gate then up; y [rows, width]
 template <class Y>
-static void silu_mul(const Thread& t, Y* y, const float* gate_up, int64_t rows, int64_t width) {
-  Range r = share(t, rows);
-  for (int64_t m = r.begin; m < r.end; ++m) {
+static void silu_mul(Thread& t, Y* y, const float* gate_up, int64_t rows, int64_t width) {
+  each(t, rows, [&](int64_t m) {
     const float *gate = gate_up + m * 2 * width, *up = gate + width;
     Y* row = y + m * row_stride<Y>(width);
     lanes(width, [&](int64_t i, int n) {
@@ -87,21 +84,20 @@ static void silu_mul(const Thread& t, Y* y, const float* gate_up, int64_t rows, 
       store_some(row + i, mul(mul(g, sigmoid), load_some(up + i, n)), n);
     });
     zero_pad(row, width);
-  }
+  });
 }
 
 // x[m, :] += bias. x [rows, width], bias [width]
-static inline void add_bias(const Thread& t, float* x, const uint8_t* bias, int64_t rows, int64_t width) {
+static inline void add_bias(Thread& t, float* x, const uint8_t* bias, int64_t rows, int64_t width) {
   const float* b = reinterpret_cast<const float*>(bias);
-  Range r = share(t, rows);
-  for (int64_t m = r.begin; m < r.end; ++m)
+  each(t, rows, [&](int64_t m) {
     lanes(width, [&](int64_t i, int n) { store_some(x + m * width + i, add(load_some(x + m * width + i, n), load_some(b + i, n)), n); });
+  });
 }
 
 // y[m, :] = x[rows[m], :], rows row_stride<T>(width) apart
 template <class T>
-static void gather_rows(const Thread& t, T* y, const T* x, const int32_t* rows, int64_t count, int64_t width) {
+static void gather_rows(Thread& t, T* y, const T* x, const int32_t* rows, int64_t count, int64_t width) {
   int64_t stride = row_stride<T>(width);
-  Range r = share(t, count);
-  for (int64_t m = r.begin; m < r.end; ++m) memcpy(y + m * stride, x + rows[m] * stride, static_cast<size_t>(stride) * sizeof(T));
+  each(t, count, [&](int64_t m) { memcpy(y + m * stride, x + rows[m] * stride, static_cast<size_t>(stride) * sizeof(T)); });
 }

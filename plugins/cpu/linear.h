@@ -70,9 +70,9 @@ static void linear_rows(float* y, int64_t ldy, const W* x, int64_t ldx, const W*
 }
 
 template <class W>
-static void linear(const Thread& t, float* y, const W* x, const uint8_t* packed, int64_t M, int64_t N, int64_t K) {
+static void linear(Thread& t, float* y, const W* x, const uint8_t* packed, int64_t M, int64_t N, int64_t K) {
   constexpr int64_t pair = Packed<W>::pair;
-  int64_t steps = (K + pair - 1) / pair, tile_stride = steps * 16 * pair, ldx = steps * pair, tiles = (N + 15) / 16;
+  int64_t steps = (K + pair - 1) / pair, tile_stride = steps * 16 * pair, ldx = steps * pair;
 #if defined(PK_AVX512)
   constexpr int WIDE = 4;
   bool wide = true;
@@ -81,17 +81,17 @@ static void linear(const Thread& t, float* y, const W* x, const uint8_t* packed,
   bool wide = M <= 2;
 #endif
   const W* w = reinterpret_cast<const W*>(packed);
-  Range r = share(t, tiles);
-  for (int64_t n = r.begin; n < r.end;) {
-    int64_t left = r.end - n;
-    const W* tile = w + n * tile_stride;
-    float* out = y + n * 16;
-    if (wide && left >= WIDE && (n + WIDE) * 16 <= N) {
-      linear_rows<W, WIDE>(out, N, x, ldx, tile, tile_stride, steps, 16, M);
-      n += WIDE;
-    } else {
-      linear_rows<W, 1>(out, N, x, ldx, tile, tile_stride, steps, static_cast<int>(N - n * 16 < 16 ? N - n * 16 : 16), M);
-      n += 1;
+  parallel(t, M ? (N + 15) / 16 : 0, WIDE, [&](int64_t n, int64_t end) {
+    while (n < end) {
+      const W* tile = w + n * tile_stride;
+      float* out = y + n * 16;
+      if (wide && end - n >= WIDE && (n + WIDE) * 16 <= N) {
+        linear_rows<W, WIDE>(out, N, x, ldx, tile, tile_stride, steps, 16, M);
+        n += WIDE;
+      } else {
+        linear_rows<W, 1>(out, N, x, ldx, tile, tile_stride, steps, static_cast<int>(N - n * 16 < 16 ? N - n * 16 : 16), M);
+        n += 1;
+      }
     }
-  }
+  });
 }
