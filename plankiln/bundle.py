@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 import pydantic_core
 from pydantic import ValidationError
@@ -122,6 +123,11 @@ def open_bundle(
     verify: "code" hashes all but the weights, whose size alone is checked; "full" hashes the weights too.
     any_machine: do not ask whether this machine can run the plan (for looking at a bundle made for another).
     """
+    if verify not in get_args(Verify):
+        raise BundleError(f"`verify` must be {' or '.join(f'`{depth}`' for depth in get_args(Verify))}, not `{verify}`")
+    if manifest_sha256 is not None and not re.fullmatch(r"[0-9A-Fa-f]{64}", str(manifest_sha256)):
+        hint = "take the SHA-256 of manifest.json, which `plankiln inspect BUNDLE` prints"
+        raise BundleError(f"`manifest_sha256` must be 64 hex digits, not `{manifest_sha256}`", hint=hint)
     root = find_bundle(path)
     with open_tree(root) as tree:
         manifest, digest = _read_manifest(tree, manifest_sha256)
@@ -164,7 +170,10 @@ def _read_manifest(tree: Tree, pinned: str | None) -> tuple[Manifest, str]:
         raise BundleError(f"larger than {_MAX_MANIFEST_BYTES} bytes", where, REBUILD)
     digest = hashlib.sha256(data).hexdigest()
     if pinned is not None and digest != pinned.lower():
-        raise BundleError(f"its SHA-256 is `{digest}`, not the pinned `{pinned}`", where, "this is another bundle")
+        hint = "this is another bundle"
+        if f"/{pinned.lower()}/" in where:
+            hint = "the pinned one is the bundle's digest, which names its directory; pin the SHA-256 of manifest.json"
+        raise BundleError(f"its SHA-256 is `{digest}`, not the pinned `{pinned}`", where, hint)
     try:
         version = pydantic_core.from_json(data).get("schema_version")
         if isinstance(version, int) and version != SCHEMA_VERSION:

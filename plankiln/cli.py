@@ -5,25 +5,27 @@ from __future__ import annotations
 import json
 import logging
 import os
-import re
 import sys
 import time
-import traceback
 from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from plankiln import __version__
-from plankiln.console import describe, say, show_error, show_problem, show_progress
-from plankiln.errors import BuildError, EngineError, PlankilnError, Problem, UsageError
+from plankiln import __version__, store_commands
+from plankiln.console import describe, needs_build_extra, say, show_progress
+from plankiln.entry import run_command
+from plankiln.errors import BuildError, EngineError, PlankilnError, Problem, RequestError, UsageError
 
 if TYPE_CHECKING:
     from plankiln.runtime.sampling import SamplingParams
 
 _HELP = {"help_option_names": ["-h", "--help"]}
-_PATH = click.Path(path_type=Path)
+_PATH = click.Path(path_type=Path, readable=False)  # whoever opens it says why it cannot be read
+_MAX_PROMPT = 16 << 20  # bytes on stdin
 _SET = click.option("--set", "overrides", metavar="KEY=VALUE", multiple=True, help="Override a recipe key; repeatable.")
 _PIN = click.option("--manifest-sha256", metavar="HEX", help="Refuse any manifest.json but the one with this SHA-256.")
 _JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
@@ -47,27 +49,51 @@ def cli(verbose: bool) -> None:
 @_SET
 @click.option("--target", "targets", metavar="NAME", multiple=True, help="Build only this target; repeatable.")
 @click.option("--out", type=_PATH, default=Path("artifacts"), show_default=True, help="Where bundles go.")
+@click.option("--explain", is_flag=True, help="Say of each stage whether the store has it, and why not.")
+@click.option("-k", "--keep-going", is_flag=True, help="When a target fails, build the others first.")
 @click.option("-q", "--quiet", is_flag=True, help="Show no progress.")
 @_JSON
 def build(
-    recipe: Path, overrides: tuple[str, ...], targets: tuple[str, ...], out: Path, quiet: bool, as_json: bool
+    recipe: Path,
+    overrides: tuple[str, ...],
+    targets: tuple[str, ...],
+    out: Path,
+    explain: bool,
+    keep_going: bool,
+    quiet: bool,
+    as_json: bool,
 ) -> None:
     """Build RECIPE and print the path of each bundle: OUT/RECIPE/TARGET/DIGEST."""
-    try:
+    with needs_build_extra():
         from plankiln.compiler import pipeline
-    except ModuleNotFoundError as e:
-        if not e.name or e.name.partition(".")[0] == "plankiln":
-            raise
-        hint = "pip install 'plankiln[build]'"
-        raise BuildError(f"building needs the Python package `{e.name}`, which is not installed", hint=hint) from None
-    with show_progress(quiet=quiet) as progress:
-        results = pipeline.build(recipe, overrides=overrides, out=out, progress=progress, only_targets=targets)
+    failed: BuildError | None = None
+    with show_progress(quiet=quiet, notes=explain) as progress:
+        try:
+            results = pipeline.build(
+                recipe,
+                overrides=overrides,
+                out=out,
+                progress=progress,
+                only_targets=targets,
+                explain=explain,
+                keep_going=keep_going,
+            )
+        except pipeline.IncompleteBuildError as e:
+            failed, results = e, list(e.results)
     for result in results:
         if as_json:
-            row = {"recipe": result.recipe, "target": result.target, "path": str(result.path), "digest": result.digest}
-            click.echo(json.dumps({**row, "existed": result.existed, "seconds": result.seconds}))
+            row: dict[str, Any] = {
+                "recipe": result.recipe,
+                "target": result.target,
+                "path": str(result.path),
+                "digest": result.digest,
+            }
+            row |= {"existed": result.existed, "seconds": result.seconds, "reused": result.reused}
+            click.echo(json.dumps(row))
         else:
             click.echo(str(result.path))
+    if failed:
+        raise failed
 
 
 @cli.command(short_help="Check recipes without building.")
@@ -132,7 +158,7 @@ def check(bundle: Path, full: bool, manifest_sha256: str | None) -> None:
 @click.option("--min-p", type=float, default=0.0, show_default=True)
 @click.option("--seed", type=int, help="Same seed, same text.")
 @click.option("--stop", metavar="TEXT", multiple=True, help="End before this text; repeatable.")
-@click.option("--threads", type=int, help="Default: the cores this process may use.")
+@click.option("--threads", type=click.IntRange(1, 256), help="Default: the cores this process may use.")
 @_PIN
 def run(
     bundle: Path,
@@ -146,10 +172,38 @@ def run(
     """Generate text after PROMPT (`-` reads it from stdin) and print it as it comes; speed goes to stderr."""
     from plankiln.runtime.sampling import SamplingParams
 
-    params = SamplingParams(**sampling)
-    if prompt == "-":
-        prompt = _read_stdin()
+    sampling["stop"] = [_typed(text) for text in sampling["stop"]]
+    try:
+        params = SamplingParams(**sampling)
+    except RequestError as e:
+        raise PlankilnError([replace(p, hint="see `plankiln run --help`") for p in e.problems]) from None
+    prompt = _read_stdin() if prompt == "-" else _typed(prompt)
+    system = None if system is None else _typed(system)
     _generate(bundle, prompt, chat or system is not None, system, params, threads, manifest_sha256)
+
+
+@cli.command(short_help="Measure a bundle.")
+@click.argument("bundle", type=_PATH)
+@click.option("-w", "--workload", "workloads", metavar="NAME", multiple=True, help="Only this one; repeatable.")
+@click.option("--threads", type=click.IntRange(min=1), multiple=True, help="Repeatable.  [default: 1 and 2]")
+@click.option("--repetitions", type=click.IntRange(min=1), default=3, show_default=True)
+@click.option("-q", "--quiet", is_flag=True, help="Show no progress.")
+def bench(bundle: Path, workloads: tuple[str, ...], threads: tuple[int, ...], repetitions: int, quiet: bool) -> None:
+    """Measure BUNDLE and print a line of JSON for each workload and number of threads.
+
+    Compare `…_per_cpu_s` (tokens per second of CPU time) on one thread: it hardly depends on what else the machine
+    does, which `others` tells. All of it takes some 15 minutes, `-w decode-1 -w prefill-512 --threads 1` half of one.
+    """
+    from plankiln.runtime.bench.bundle_worker import measured
+    from plankiln.runtime.bench.driver import Bench
+    from plankiln.runtime.bench.workload import select
+
+    chosen = select(workloads)
+    subject = measured(bundle)
+    progress = (lambda text: None) if quiet else say
+    run = Bench(vocab=subject.vocab, text=subject.text, repetitions=repetitions, say=progress, strict=True)
+    for row in run.run([subject.contender], chosen, threads or (1, 2)):
+        click.echo(json.dumps(row, ensure_ascii=False))
 
 
 @cli.command(short_help="Say what this machine has.")
@@ -167,11 +221,32 @@ def doctor(as_json: bool) -> None:
         facts.render(report, Console())
 
 
+cli.add_command(store_commands.store)
+
+
 def _read_stdin() -> str:
+    if sys.stdin is None:
+        raise PlankilnError("cannot read the prompt (stdin is closed)")
     try:
-        return sys.stdin.buffer.read().decode()
+        data = sys.stdin.buffer.read(_MAX_PROMPT + 1)
+        if len(data) > _MAX_PROMPT:
+            raise UsageError(f"the prompt on stdin is longer than {_MAX_PROMPT >> 20} MiB")
+        return data.decode()
     except UnicodeDecodeError:
         raise UsageError("the prompt on stdin is not UTF-8 text") from None
+    except OSError as e:
+        raise PlankilnError(f"cannot read the prompt ({e.strerror})", "stdin") from None
+
+
+def _typed(argument: str) -> str:
+    """The text of an argument, of which Python keeps what is not in the locale's encoding as surrogates."""
+    with suppress(UnicodeError):
+        argument.encode()
+        return argument
+    try:
+        return os.fsencode(argument).decode()
+    except UnicodeError:
+        raise UsageError("the prompt is not UTF-8 text") from None
 
 
 def _generate(
@@ -205,37 +280,11 @@ def _generate(
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """The `plankiln` command. Exits 0, 1 (the user's mistake), 2 (usage), 70 (our mistake) or 130 (interrupted)."""
-    sys.exit(_run(cli, "plankiln", arguments))
+    """The `plankiln` command. Exits 0, 1 (the user's mistake), 2 (usage), 70 (our mistake), or 128 and the number of
+    the signal that stopped it (130 for Ctrl-C)."""
+    sys.exit(run_command(cli, "plankiln", arguments))
 
 
 def build_main(arguments: Sequence[str] | None = None) -> None:
     """The `build` command: `build RECIPE` is `plankiln build RECIPE`."""
-    sys.exit(_run(build, "build", arguments))
-
-
-def _run(command: click.Command, name: str, arguments: Sequence[str] | None) -> int:
-    try:
-        command.main(arguments, prog_name=name, standalone_mode=False)
-        sys.stdout.flush()
-    except click.UsageError as e:
-        text = re.sub(r"'([^']*)'", r"`\1`", e.format_message()).rstrip(".")
-        show_problem(text, f"see `{e.ctx.command_path if e.ctx else name} --help`")
-        return e.exit_code
-    except click.Abort:
-        return 130
-    except PlankilnError as e:
-        show_error(e)
-        return e.exit_code
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
-    except Exception as e:
-        if os.environ.get("PLANKILN_DEBUG"):
-            traceback.print_exc()
-        show_problem(
-            f"internal error: {type(e).__name__}: {e}",
-            "this is a bug in plankiln: please report it with what PLANKILN_DEBUG=1 prints",
-        )
-        return 70
-    return 0
+    sys.exit(run_command(build, "build", arguments))

@@ -11,12 +11,16 @@ from typing import TYPE_CHECKING
 
 import click
 
-from plankiln.errors import PlankilnError
+from plankiln.errors import BuildError, PlankilnError
+from plankiln.host import readable_size
 
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
 
     from plankiln.manifest import Manifest
+
+
+_MOST_SHOWN = 20
 
 
 def say(text: str = "", *, end: str = "\n") -> None:
@@ -26,10 +30,12 @@ def say(text: str = "", *, end: str = "\n") -> None:
 
 def show_error(error: PlankilnError) -> None:
     """Each problem as `error: what: where`, then `hint: what to do`; a hint that several in a row share comes once."""
-    problems = error.problems
+    problems = error.problems[:_MOST_SHOWN]
     for problem, following in zip(problems, [*problems[1:], None], strict=True):
         line = f"{problem.what}: {problem.where}" if problem.where else problem.what
         show_problem(line, "" if following and following.hint == problem.hint else problem.hint)
+    if more := len(error.problems) - len(problems):
+        say(f"… and {more} more")
 
 
 def show_problem(line: str, hint: str = "") -> None:
@@ -43,10 +49,30 @@ def _color() -> bool | None:
     return False if os.environ.get("NO_COLOR") else None
 
 
+@contextmanager
+def needs_build_extra() -> Iterator[None]:
+    """Around imports of the compiler: turns a package that is not installed into a BuildError."""
+    try:
+        yield
+    except ModuleNotFoundError as e:
+        if not e.name or e.name.partition(".")[0] == "plankiln":
+            raise
+        hint = "pip install 'plankiln[build]'"
+        raise BuildError(f"building needs the Python package `{e.name}`, which is not installed", hint=hint) from None
+
+
 class QuietProgress:
-    """Shows nothing."""
+    """Shows nothing, or only notes."""
+
+    def __init__(self, notes: bool = False) -> None:
+        self._notes = notes
 
     def stage(self, name: str, target: str) -> None: ...
+
+    def note(self, text: str) -> None:
+        if self._notes:
+            say(text)
+
     def __call__(self, what: str, done: int, total: int) -> None: ...
 
 
@@ -60,6 +86,9 @@ class LineProgress:
     def stage(self, name: str, target: str) -> None:
         self.finish()
         self._name, self._start = _label(name, target), time.monotonic()
+
+    def note(self, text: str) -> None:
+        say(text)
 
     def __call__(self, what: str, done: int, total: int) -> None: ...
 
@@ -82,6 +111,9 @@ class BarProgress(LineProgress):
         super().stage(name, target)
         self._task = self._progress.add_task(_label(name, target), total=None)
 
+    def note(self, text: str) -> None:
+        self._progress.console.print(text, markup=False, highlight=False)
+
     def __call__(self, what: str, done: int, total: int) -> None:
         if self._task is not None:
             self._progress.update(self._task, description=what, completed=done, total=total or None)
@@ -102,11 +134,11 @@ def _label(name: str, target: str) -> str:
 
 
 @contextmanager
-def show_progress(*, quiet: bool) -> Iterator[QuietProgress | LineProgress]:
-    """What a build reports to: bars on a terminal, lines elsewhere, nothing when quiet."""
+def show_progress(*, quiet: bool, notes: bool = False) -> Iterator[QuietProgress | LineProgress]:
+    """What a build reports to: bars on a terminal, lines elsewhere; when quiet nothing, or `notes` only."""
     if quiet:
-        yield QuietProgress()
-    elif not sys.stderr.isatty():
+        yield QuietProgress(notes)
+    elif sys.stderr is None or not sys.stderr.isatty():
         lines = LineProgress()
         yield lines
         lines.finish()
@@ -125,7 +157,7 @@ def describe(path: str, manifest: Manifest, manifest_sha256: str) -> str:
     """A manifest in a dozen lines."""
     target, model, limits = manifest.target, manifest.model, manifest.limits
     size = sum(entry.bytes for entry in manifest.files.values())
-    formats = ", ".join(f"{name} {_size(count)}" for name, count in sorted(manifest.bytes_per_format.items()))
+    formats = ", ".join(f"{name} {readable_size(count)}" for name, count in sorted(manifest.bytes_per_format.items()))
     rows = {
         "bundle": path,
         "recipe": f"{manifest.name}, built {manifest.created} by plankiln {manifest.plankiln}",
@@ -136,22 +168,13 @@ def describe(path: str, manifest: Manifest, manifest_sha256: str) -> str:
         "formats": f"weights {manifest.formats.weights}, activations {manifest.formats.activations}, "
         f"KV cache {manifest.formats.kv_cache}",
         "stored": formats,
-        "KV cache": f"{manifest.kv_bytes_per_token} bytes per token, at most {_size(limits.kv_memory)}: "
+        "KV cache": f"{manifest.kv_bytes_per_token} bytes per token, at most {readable_size(limits.kv_memory)}: "
         f"{limits.kv_memory // manifest.kv_bytes_per_token} tokens",
         "limits": f"{limits.max_sequences} sequences, {limits.max_tokens_per_step} tokens per step, "
         f"context {limits.max_context}, blocks of {limits.block_size}",
         "ends at": "token " + " or ".join(map(str, manifest.eos_token_ids)) if manifest.eos_token_ids else "no token",
-        "files": f"{len(manifest.files)}, {_size(size)}",
+        "files": f"{len(manifest.files)}, {readable_size(size)}",
         "digest": manifest.digest,
         "manifest": f"sha256 {manifest_sha256}",
     }
     return "\n".join(f"{name:<10} {text}" for name, text in rows.items())
-
-
-def _size(count: int) -> str:
-    amount = float(count)
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if amount < 1024 or unit == "GiB":
-            break
-        amount /= 1024
-    return f"{amount:.1f} {unit}" if unit != "B" else f"{count} B"

@@ -10,7 +10,6 @@ import re
 import shutil
 import subprocess
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -19,11 +18,9 @@ from rich.table import Table
 
 from plankiln import __version__
 from plankiln.errors import PlankilnError, Problem
-from plankiln.host import Host, store_directory, this_host
+from plankiln.host import Host, Memory, memory, store_directory, this_host, usable_cores
 from plankiln.target import Target, resolve_native
 
-_PROC = Path("/proc")
-_CGROUP = Path("/sys/fs/cgroup")
 _TIMEOUT_S = 10
 _FLAGS = ("sse4_2", "avx", "avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512vl", "avx512dq")
 _FLAGS_THAT_MATTER = (*_FLAGS, "avx512_vnni", "avx512_bf16", "avx_vnni", "amx_bf16", "amx_int8", "asimd", "bf16", "sve")
@@ -39,15 +36,6 @@ class Compiler:
     path: str
     version: str
     builds_native: bool
-
-
-@dataclass(frozen=True)
-class Memory:
-    """Bytes; None where this system does not tell. `limit` is the control group's."""
-
-    total: int | None
-    available: int | None
-    limit: int | None
 
 
 @dataclass(frozen=True)
@@ -99,8 +87,8 @@ def collect() -> Report:
         cpu=host.cpu,
         cpu_flags=tuple(flag for flag in _FLAGS_THAT_MATTER if flag in host.flags),
         best_target=target,
-        cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
-        memory=_memory(),
+        cores=usable_cores(),
+        memory=memory(),
         compilers=compilers,
         gpus=gpus,
         packages=packages,
@@ -118,39 +106,9 @@ def _run(command: list[str]) -> str:
     return done.stdout
 
 
-def _read(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return ""
-
-
 def _system(host: Host) -> str:
     libc = f"glibc {host.glibc}" if host.glibc else "no glibc"
     return f"{platform.system()} {platform.release()} {host.machine} {libc}"
-
-
-def _memory() -> Memory:
-    sizes = {
-        key: int(kib) << 10 for key, kib in re.findall(r"^(\w+):\s+(\d+) kB", _read(_PROC / "meminfo"), re.MULTILINE)
-    }
-    return Memory(sizes.get("MemTotal"), sizes.get("MemAvailable"), _cgroup_limit())
-
-
-def _cgroup_limit() -> int | None:
-    """The tightest memory limit of the control groups that hold this process, version 2 or 1."""
-    limits = []
-    for line in _read(_PROC / "self" / "cgroup").splitlines():
-        _, controllers, group = [*line.split(":", 2), "", ""][:3]
-        if controllers not in ("", "memory"):
-            continue
-        root, name = (_CGROUP / "memory", "memory.limit_in_bytes") if controllers else (_CGROUP, "memory.max")
-        leaf = Path(group.lstrip("/"))
-        for directory in (leaf, *leaf.parents):
-            text = _read(root / directory / name).strip()
-            if text.isdecimal() and int(text) < 1 << 60:
-                limits.append(int(text))
-    return min(limits, default=None)
 
 
 def _compilers(target: Target) -> tuple[Compiler, ...]:
@@ -260,15 +218,15 @@ def render(report: Report, console: Console) -> None:
     def row(name: str, text: str) -> None:
         table.add_row(name, escape(text))
 
-    target, memory = report.best_target, report.memory
+    target, sizes = report.best_target, report.memory
     row("plankiln", report.plankiln)
     row("python", report.python)
     row("system", report.system)
     row("cpu", f"{report.cpu}, {report.cores} {'core' if report.cores == 1 else 'cores'} to use")
     row("cpu flags", " ".join(report.cpu_flags) or "none that matter")
     row("cpu-native", f"{target.isa}, {' '.join(target.march) or 'no special options'}")
-    limit = "" if memory.limit is None else f", limited to {_size(memory.limit)}"
-    row("memory", f"{_size(memory.available)} available of {_size(memory.total)}{limit}")
+    limit = "" if sizes.limit is None else f", limited to {_size(sizes.limit)}"
+    row("memory", f"{_size(sizes.available)} available of {_size(sizes.total)}{limit}")
     for index, compiler in enumerate(report.compilers):
         suffix = "" if compiler.builds_native else " (does not know cpu-native's options)"
         row("" if index else "compilers", f"{compiler.path}: {compiler.version}{suffix}")

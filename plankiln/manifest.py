@@ -13,6 +13,7 @@ SCHEMA_VERSION = 1
 CHUNK_BYTES = 4 << 20
 MANIFEST = "manifest.json"
 TOKENIZER = "tokenizer.json"
+CHAT_TEMPLATE = "chat_template.jinja"
 REPORT = "report.json"
 _PATH = re.compile(r"[A-Za-z0-9_.-]+(/[A-Za-z0-9_.-]+)*")
 Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
@@ -85,14 +86,10 @@ class FileEntry(_Part):
     chunks: tuple[Sha256, ...] | None = None
 
 
-class Manifest(_Part):
-    """The content of manifest.json, schema version 1."""
+class Description(_Part):
+    """What a build knows of its bundle before the files are there; Manifest adds the rest."""
 
-    schema_version: Literal[1]
     name: Text
-    digest: Sha256
-    created: Annotated[str, Field(pattern=r"^\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ$")]
-    plankiln: Text
     recipe: dict[str, JsonValue]
     source: Source
     target: TargetNeeds
@@ -106,6 +103,15 @@ class Manifest(_Part):
     add_bos: bool
     chat_template: Text | None
     tools: dict[str, str]
+
+
+class Manifest(Description):
+    """The content of manifest.json, schema version 1."""
+
+    schema_version: Literal[1]
+    digest: Sha256
+    created: Annotated[str, Field(pattern=r"^\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ$")]
+    plankiln: Text
     world_size: Literal[1]
     files: dict[str, FileEntry]
 
@@ -133,8 +139,12 @@ class Manifest(_Part):
         return self
 
     def content_digest(self) -> str:
-        """SHA-256 of what the bundle is: all of the manifest but the digest itself, the date and the build's report."""
-        content = self.model_dump(mode="json", exclude={"digest": True, "created": True, "files": {REPORT}})
+        """SHA-256 of what the bundle is: all of the manifest but the digest itself, the date, the build's report, and
+        where the source was found, which its own digest identifies."""
+        content = self.model_dump(
+            mode="json",
+            exclude={"digest": True, "created": True, "files": {REPORT}, "source": {"uri"}, "recipe": {"model"}},
+        )
         text = json.dumps(content, sort_keys=True, separators=(",", ":"), allow_nan=False)
         return hashlib.sha256(text.encode()).hexdigest()
 

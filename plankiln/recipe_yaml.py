@@ -265,7 +265,8 @@ def _read_text(path: Path, named_at: str) -> str:
         raise RecipeError(what, f"{clean(str(path))}:{line}", "save the recipe as UTF-8") from None
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else None
-        raise RecipeError(f"cannot read {shown} ({reason or 'impossible path'})", named_at, "check the path") from None
+        hint = "check its permissions" if isinstance(error, PermissionError) else "check the path"
+        raise RecipeError(f"cannot read {shown} ({reason or 'impossible path'})", named_at, hint) from None
 
 
 def read_recipe(path: Path, settings: Sequence[str]) -> tuple[Node, Node | None, list[Problem]]:

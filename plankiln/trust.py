@@ -94,6 +94,9 @@ class Tree:
             raise BundleError("a symbolic link inside a bundle", self.where(path), "copy the bundle with `cp -rL`")
         if not (stat.S_ISDIR(status.st_mode) or stat.S_ISREG(status.st_mode)):
             raise BundleError("neither a file nor a directory", self.where(path), REBUILD)
+        if status.st_uid not in (0, os.geteuid()):
+            hint = f"that user could change it; if you trust it: chown -R $(id -u) `{self._root}`, or copy it"
+            raise BundleError(f"owned by another user, number {status.st_uid}", self.where(path), hint)
         if status.st_mode & _OWNER_ONLY:
             who = "everyone" if status.st_mode & stat.S_IWOTH else "its group"
             hint = f"anyone could have changed it; if you trust it: chmod -R go-w `{self._root}`"

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
+import numpy as np
 
 from plankiln.errors import EngineError
-from plankiln.runtime.engine import Capabilities
+from plankiln.runtime.engine import Capabilities, Int32Array
+
+_MAX_BLOCKS = 2**31 - 1  # block tables are int32
 
 
 class BlockPool:
-    """Reference counts of `total` blocks, numbered from 0; free + used = total at all times."""
+    """Reference counts of `total` blocks, numbered from 0; free + used = total at all times.
+
+    `allocate` and `release` end in plain stores with no call between them, so an interrupt (which Python raises at
+    calls and loops) finds all of it done or nothing; so do the callers that store what they are given.
+    """
 
     def __init__(self, total: int) -> None:
-        self.references = [0] * total
+        self.references = np.zeros(total, np.int32)
         self._free = list(range(total - 1, -1, -1))
 
     @property
@@ -31,23 +36,24 @@ class BlockPool:
     def can_allocate(self, count: int) -> bool:
         return count <= self.free
 
-    def allocate(self, count: int) -> list[int]:
-        """Take `count` free blocks, each with one reference. Ask can_allocate first."""
+    def allocate(self, count: int) -> Int32Array:
+        """Take `count` free blocks, each with one reference: int32 [count]. Ask can_allocate first."""
         if not self.can_allocate(count):
             raise ValueError(f"{count} blocks wanted, {self.free} free")
-        blocks = [self._free.pop() for _ in range(count)]
-        for block in blocks:
-            self.references[block] = 1
+        first = self.free - count
+        blocks = np.array(self._free[first:][::-1], np.int32)
+        self.references[blocks] = 1
+        del self._free[first:]
         return blocks
 
-    def release(self, blocks: list[int]) -> None:
+    def release(self, blocks: Int32Array) -> None:
         """Drop one reference of each block; those without any are free again."""
-        for block in reversed(blocks):
-            if not self.references[block]:
-                raise ValueError(f"block {block} is already free")
-            self.references[block] -= 1
-            if not self.references[block]:
-                self._free.append(block)
+        counts = self.references[blocks]
+        if not counts.all():
+            raise ValueError(f"block {blocks[counts == 0][0]} is already free")
+        freed = blocks[counts == 1][::-1].tolist()
+        self.references[blocks] = counts - 1
+        self._free += freed
 
 
 def blocks_for(tokens: int, block_size: int) -> int:
@@ -55,14 +61,15 @@ def blocks_for(tokens: int, block_size: int) -> int:
     return -(-tokens // block_size)
 
 
-def default_blocks(capabilities: Capabilities, available_bytes: int) -> int:
+def default_blocks(capabilities: Capabilities, available_bytes: int | None) -> int:
     """Blocks for `max_sequences` full contexts, or as many as `kv_memory` and half of `available_bytes` hold.
 
+    available_bytes: None where the system does not tell, and then no bound.
     Raises EngineError when not even one block fits.
     """
     wanted = capabilities.max_sequences * blocks_for(capabilities.max_context, capabilities.block_size)
     block_bytes = capabilities.block_size * capabilities.kv_bytes_per_token
-    affordable = available_bytes // 2 // block_bytes
+    affordable = wanted if available_bytes is None else available_bytes // 2 // block_bytes
     budgeted = capabilities.kv_memory // block_bytes
     if not budgeted:
         raise EngineError(
@@ -77,16 +84,17 @@ def default_blocks(capabilities: Capabilities, available_bytes: int) -> int:
     return min(wanted, affordable, budgeted)
 
 
-def available_memory() -> int:
-    """Bytes this process may still use: what the kernel calls available, within the control group's limit."""
-    limits = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
-    for name in ("/sys/fs/cgroup/memory.max", "/proc/meminfo"):
-        try:
-            text = Path(name).read_text()
-        except OSError:
-            continue
-        if name.endswith("meminfo"):
-            limits += [int(line.split()[1]) << 10 for line in text.splitlines() if line.startswith("MemAvailable:")]
-        elif text.strip().isdigit():
-            limits.append(int(text))
-    return min(limits)
+def pool_size(capabilities: Capabilities, available_bytes: int | None, wanted: int | None) -> int:
+    """`wanted` blocks, or `default_blocks`. Raises EngineError when it is no number or more than memory holds."""
+    if wanted is None:
+        return default_blocks(capabilities, available_bytes)
+    if isinstance(wanted, bool) or not isinstance(wanted, (int, np.integer)) or wanted < 1:
+        raise EngineError(f"`kv_blocks` must be a whole number of at least 1, not `{wanted!r}`")
+    block_bytes = capabilities.block_size * capabilities.kv_bytes_per_token
+    most = min(_MAX_BLOCKS, _MAX_BLOCKS if available_bytes is None else available_bytes // block_bytes)
+    if wanted > most:
+        raise EngineError(
+            f"no memory for {wanted} KV blocks ({int(wanted) * block_bytes / 2**20:.0f} MiB)",
+            hint=f"set `kv_blocks` to {most} or less, or leave it out",
+        )
+    return int(wanted)

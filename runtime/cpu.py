@@ -71,8 +71,8 @@ class ThreadPool:
 
         Raises EngineError for a size outside 1 … MAX_THREADS, or one that differs from a pool in use.
         """
-        if threads is not None and not 1 <= threads <= MAX_THREADS:
-            raise EngineError(f"`threads` must be 1 … {MAX_THREADS}, not `{threads}`")
+        if threads is not None and not (type(threads) is int and 1 <= threads <= MAX_THREADS):
+            raise EngineError(f"`threads` must be a whole number, 1 … {MAX_THREADS}, not `{threads!r}`")
         with cls._lock:
             pool = cls._current
             if pool is None or (pool.users == 0 and pool.threads != (threads or usable_cores())):

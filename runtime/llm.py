@@ -13,18 +13,24 @@ import numpy as np
 from numpy.typing import NDArray
 
 from plankiln.errors import EngineError, RequestError
-from plankiln.runtime.blocks import BlockPool, available_memory, blocks_for, default_blocks
+from plankiln.host import memory
+from plankiln.runtime.blocks import BlockPool, blocks_for, pool_size
 from plankiln.runtime.engine import Capabilities, Engine, FloatArray, Step
 from plankiln.runtime.request import Delta, FinishReason, Request, RequestOutput
-from plankiln.runtime.sampling import SamplingParams, sample, uniform, why_unusable
-from plankiln.runtime.scheduler import Plan, Scheduler, StepBuffers
+from plankiln.runtime.sampling import SamplingParams, choose, uniform
+from plankiln.runtime.scheduler import Chunk, Plan, Scheduler, StepBuffers
 from plankiln.runtime.text import TextStream, Tokenizer
+from plankiln.runtime.turns import Turns
 
 Prompt = str | Sequence[int] | NDArray[np.integer[Any]]
+_CLOSED = "the engine is closed"
 
 
 class LLM:
-    """Generates text with an engine, many requests at a time. One thread may use it at a time; any may `cancel`.
+    """Generates text with an engine, many requests at a time.
+
+    Threads may share it: their requests run in the same steps, and one thread at a time computes one. A forked child
+    must not use it. After `close` every call raises EngineError, but for `cancel`, which does nothing, and `close`.
 
     kv_blocks: size of the KV cache in blocks; by default enough for `max_sequences` full contexts, but no more than
     half of the memory available. Raises EngineError when the engine cannot allocate it.
@@ -37,14 +43,14 @@ class LLM:
         self.tokenizer = tokenizer
         self.eos_ids = frozenset(eos_ids)
         capabilities = engine.capabilities
-        if kv_blocks is not None and kv_blocks < 1:
-            raise EngineError(f"`kv_blocks` must be at least 1, not `{kv_blocks}`")
-        self.pool = BlockPool(kv_blocks or default_blocks(capabilities, available_memory()))
+        self.pool = BlockPool(pool_size(capabilities, memory().available, kv_blocks))
         engine.allocate_kv(self.pool.total)
         self.scheduler = Scheduler(capabilities, self.pool)
         self._buffers = StepBuffers(capabilities)
         self._ids = count()
         self._submitted: list[Delta] = []
+        self._turns = Turns()  # for all that steps, or changes what a step reads
+        self._closed = False
 
     @classmethod
     def load(
@@ -89,14 +95,15 @@ class LLM:
             raise
 
     def __enter__(self) -> Self:
+        self._check_open()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.close()
 
     def close(self) -> None:
-        """Free the engine."""
-        self.engine.close()
+        """End what is unfinished with an error and free the engine, once the step that runs is over."""
+        self._turns.take(self._end)
 
     def generate(
         self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
@@ -107,6 +114,7 @@ class LLM:
         Raises RequestError, before anything runs, when one of them can never be served. What fails later
         (an engine error, non-finite logits) is told by its output's finish_reason "error".
         """
+        self._check_open()
         todo = [prompts] if isinstance(prompts, str) else list(prompts)
         each = list(params) if isinstance(params, Sequence) else [params] * len(todo)
         if len(each) != len(todo):
@@ -115,12 +123,10 @@ class LLM:
         requests = [self._request(prompt, p, deltas) for prompt, p in zip(todo, each, strict=True)]
         outputs: dict[int, RequestOutput] = {}
         try:
-            for request in requests:
-                self.scheduler.submit(request)
+            self._submit(*requests)
             while len(outputs) < len(requests):
-                self._advance()
-                outputs |= {delta.request_id: delta.output for delta in deltas if delta.output}
-                deltas.clear()
+                self._advance(deltas)
+                outputs |= {delta.request_id: delta.output for delta in _taken(deltas) if delta.output}
         finally:
             for request in requests:
                 self.cancel(request.id)
@@ -129,8 +135,10 @@ class LLM:
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Delta]:
         """Deltas of one request as they come; closing the iterator cancels it.
 
-        Several streams may be read in turn: they share the steps. Raises RequestError at once, as `generate` does.
+        Several streams may be read in turn, or each by a thread of its own: they share the steps. Raises RequestError
+        at once, as `generate` does.
         """
+        self._check_open()
         deltas: list[Delta] = []
         return self._stream(self._request(prompt, params, deltas), deltas)
 
@@ -142,16 +150,15 @@ class LLM:
 
     def submit(self, prompt: Prompt, params: SamplingParams | None = None) -> int:
         """Queue a request for `step`; returns its id. Raises RequestError when it can never be served."""
+        self._check_open()
         request = self._request(prompt, params, self._submitted)
-        self.scheduler.submit(request)
+        self._submit(request)
         return request.id
 
     def step(self) -> list[Delta]:
         """Compute one step; returns what is new about submitted requests since the last call."""
         self._advance()
-        deltas = self._submitted.copy()
-        self._submitted.clear()
-        return deltas
+        return _taken(self._submitted)
 
     def cancel(self, request_id: int) -> None:
         """End a request at the next step, which frees its blocks. Finished ones are left alone."""
@@ -162,6 +169,10 @@ class LLM:
 
         Uses free blocks of the KV cache for the time of the call. Raises RequestError when they do not suffice.
         """
+        return self._turns.take(lambda: self._teacher_forced(token_ids, chunk))
+
+    def _teacher_forced(self, token_ids: Sequence[int], chunk: int | None) -> FloatArray:
+        self._check_open()
         limits = self.engine.capabilities
         tokens = self._tokens(token_ids)
         widest = min(limits.max_tokens_per_step, limits.max_logit_rows)
@@ -169,6 +180,7 @@ class LLM:
             raise RequestError(f"`chunk` must be at least 1, not `{chunk}`")
         if tokens.size > limits.max_context:
             raise RequestError(f"{tokens.size} tokens, but the plan's context is {limits.max_context}")
+        self._end_cancelled()
         need = blocks_for(tokens.size, limits.block_size)
         if not self.pool.can_allocate(need):
             raise RequestError(f"{tokens.size} tokens take {need} KV blocks, but {self.pool.free} are free")
@@ -192,16 +204,34 @@ class LLM:
 
     def _stream(self, request: Request, deltas: list[Delta]) -> Iterator[Delta]:
         try:
-            self.scheduler.submit(request)
+            self._submit(request)
             while True:
                 while not deltas:
-                    self._advance()
+                    self._advance(deltas)
                 delta = deltas.pop(0)
                 yield delta
                 if delta.output:
                     return
         finally:
             self.cancel(request.id)
+
+    def _submit(self, *requests: Request) -> None:
+        def queue() -> None:
+            self._check_open()
+            for request in requests:
+                self.scheduler.submit(request)
+
+        self._turns.take(queue)
+
+    def _end(self) -> None:
+        self._closed = True
+        for request in [*self.scheduler.running.values(), *self.scheduler.waiting]:
+            self._finish(request, "error", error=_CLOSED)
+        self.engine.close()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise EngineError(_CLOSED)
 
     def _request(self, prompt: Prompt, params: SamplingParams | None, deltas: list[Delta]) -> Request:
         params = SamplingParams() if params is None else params
@@ -238,32 +268,34 @@ class LLM:
             raise RequestError(f"token id `{bad[0]}` is not in the vocabulary of {vocab}")
         return ids.astype(np.int32)
 
-    def _advance(self) -> None:
-        """One step, whole or not at all: requests change only after the engine has computed it."""
-        for request in self.scheduler.take_cancelled():
-            self._finish(request, "cancelled")
+    def _advance(self, news: Sequence[Delta] = ()) -> None:
+        """One step, unless another thread's has brought `news` while this one waited for its turn."""
+        self._turns.take(lambda: None if news else self._compute())
+
+    def _compute(self) -> None:
+        """Nothing changes before its tokens are known; each request then changes whole or not at all, so
+        that what an interrupt has left undone is computed again by the next step, to the same bits."""
+        self._check_open()
+        self._end_cancelled()
         plan = self.scheduler.plan()
         if not plan.chunks:
             return
         self.scheduler.admit(plan)
         try:
-            logits = self._execute(plan)
+            tokens = iter(self._choose(plan, self._execute(plan)))
         except Exception as error:  # whatever an engine raises, the other requests must go on
             for chunk in plan.chunks:
-                self._finish(chunk.request, "error", error=f"the engine failed: {error or type(error).__name__}")
+                self._finish(chunk.request, "error", error=f"the engine failed: {str(error) or type(error).__name__}")
             return
-        self.scheduler.commit(plan)
-        requests = [chunk.request for chunk in plan.chunks if not chunk.request.pending]
-        if not requests:
-            return
-        params = [r.params for r in requests]
-        uniforms = [uniform(r.seed, r.generated) if r.params.temperature else 0.0 for r in requests]
-        tokens = sample(logits, params, uniforms).tolist()
-        for row, (request, token) in enumerate(zip(requests, tokens, strict=True)):
-            if token < 0:
-                self._finish(request, "error", error=f"no token can be chosen: {why_unusable(logits[row])}")
+        for chunk in plan.chunks:
+            if chunk.samples:
+                self._accept(chunk, next(tokens))
             else:
-                self._accept(request, token)
+                chunk.request.computed += chunk.count
+
+    def _end_cancelled(self) -> None:
+        for request in self.scheduler.take_cancelled():
+            self._finish(request, "cancelled")
 
     def _execute(self, plan: Plan) -> FloatArray:
         step = self._buffers.pack(plan.chunks)
@@ -273,35 +305,61 @@ class LLM:
             raise EngineError(f"it returned logits of shape {logits.shape}, not {expected}")
         return logits
 
-    def _accept(self, request: Request, token: int) -> None:
-        params = request.params
-        request.append(token)
-        if token in params.stop_token_ids or (token in self.eos_ids and not params.ignore_eos):
-            self._finish(request, "stop", (token,))
+    def _choose(self, plan: Plan, logits: FloatArray) -> list[int | str]:
+        """For each row of logits its token, or why there is none."""
+        requests = [chunk.request for chunk in plan.chunks if chunk.samples]
+        if not requests:
+            return []
+        uniforms = [uniform(r.seed, r.generated) if r.params.temperature else 0.0 for r in requests]
+        return choose(logits, [r.params for r in requests], uniforms)
+
+    def _accept(self, chunk: Chunk, token: int | str) -> None:
+        request = chunk.request
+        if isinstance(token, str):
+            self._finish(request, "error", error=token)
             return
-        text = request.stream.add(token)
-        if request.stream.stopped or request.generated == request.max_tokens:
-            self._finish(request, "stop" if request.stream.stopped else "length", (token,), text)
+        params, stream, text = request.params, request.stream.copy(), ""
+        ends = token in params.stop_token_ids or (token in self.eos_ids and not params.ignore_eos)
+        if not ends:
+            text = stream.add(token)
+        if ends or stream.stopped:
+            self._finish(request, "stop", stream, (token,), text)
+        elif request.generated + 1 == request.max_tokens:
+            self._finish(request, "length", stream, (token,), text)
         else:
-            request.text.append(text)
-            request.deltas.append(Delta(request.id, text, (token,)))
+            request.commit(chunk.count, stream, Delta(request.id, text, (token,)))
 
     def _finish(
-        self, request: Request, reason: FinishReason, new: tuple[int, ...] = (), text: str = "", error: str = ""
+        self,
+        request: Request,
+        reason: FinishReason,
+        stream: TextStream | None = None,
+        new: tuple[int, ...] = (),
+        text: str = "",
+        error: str = "",
     ) -> None:
-        self.scheduler.remove(request)
-        text += request.stream.finish()
-        if reason == "length" and request.stream.stopped:
+        """End a request, with what its last step adds."""
+        stream = stream or request.stream.copy()
+        text += stream.finish()
+        if reason == "length" and stream.stopped:
             reason = "stop"
-        request.text.append(text)
         prompt, end = request.prompt_length, request.length
         output = RequestOutput(
             request_id=request.id,
             prompt_token_ids=tuple(request.tokens[:prompt].tolist()),
-            token_ids=tuple(request.tokens[prompt:end].tolist()),
-            text="".join(request.text),
+            token_ids=(*request.tokens[prompt:end].tolist(), *new),
+            text="".join([*request.text, text]),
             finish_reason=reason,
             error=error or None,
             seed=request.seed,
         )
-        request.deltas.append(Delta(request.id, text, new, output))
+        delta = Delta(request.id, text, new, output)
+        self.scheduler.remove(request)
+        request.deltas += [delta]
+
+
+def _taken(deltas: list[Delta]) -> list[Delta]:
+    """Empty the list; with no call in between, no interrupt and no other thread's delta falls there."""
+    taken = deltas[:]
+    del deltas[:]
+    return taken

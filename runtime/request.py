@@ -51,9 +51,16 @@ class Request:
         """Tokens that are in the cache at the very end: the last one generated is never read back."""
         return self.prompt_length + self.max_tokens - 1
 
-    def append(self, token: int) -> None:
+    def commit(self, computed: int, stream: TextStream, delta: Delta) -> None:
+        """`computed` more tokens are in the cache, and the delta's one token is known. `stream` has its text."""
+        (token,) = delta.token_ids
+        # Plain stores with no call among them: an interrupt comes before all or after all.
         self.tokens[self.length] = token
+        self.computed += computed
         self.length += 1
+        self.stream = stream
+        self.text += [delta.text]
+        self.deltas += [delta]
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ from plankiln.errors import Problem, RequestError
 from plankiln.runtime.engine import FloatArray
 
 MAX_STOPS = 64
+_MAX_INT = 2**31 - 1
 MAX_STOP_LENGTH = 1024
 _FIRST_WIDTH = 256
 _COLDEST, _HOTTEST = 1e-30, 1e30
@@ -95,7 +96,7 @@ def _strings(value: Any) -> tuple[str, ...]:
 
 
 def _tokens(value: Any) -> tuple[int, ...]:
-    return tuple(_integer(token, 0, 2**31 - 1) for token in value)
+    return tuple(_integer(token, 0, _MAX_INT) for token in value)
 
 
 def _flag(value: Any) -> bool:
@@ -105,14 +106,17 @@ def _flag(value: Any) -> bool:
 
 
 _RULES: dict[str, tuple[Any, str]] = {
-    "max_tokens": (lambda v: None if v is None else _integer(v, 1, 2**31 - 1), "a positive integer or None"),
+    "max_tokens": (
+        lambda v: None if v is None else _integer(v, 1, _MAX_INT),
+        f"None or a whole number from 1 to {_MAX_INT}",
+    ),
     "temperature": (lambda v: _number(v, math.inf), "a finite number of at least 0"),
-    "top_k": (lambda v: _integer(v, 0, 2**31 - 1), "0 (off) or a positive integer"),
+    "top_k": (lambda v: _integer(v, 0, _MAX_INT), f"0 (off) or a whole number up to {_MAX_INT}"),
     "top_p": (lambda v: _number(v, 1, open_low=True), "more than 0 and at most 1"),
     "min_p": (lambda v: _number(v, 1), "between 0 and 1"),
     "seed": (lambda v: None if v is None else _integer(v, 0, 2**64 - 1), "None or an integer from 0 to 2**64 - 1"),
     "stop": (_strings, f"at most {MAX_STOPS} strings of 1 to {MAX_STOP_LENGTH} characters"),
-    "stop_token_ids": (_tokens, "a sequence of token ids"),
+    "stop_token_ids": (_tokens, f"a sequence of token ids, 0 to {_MAX_INT}"),
     "ignore_eos": (_flag, "True or False"),
 }
 
@@ -156,6 +160,22 @@ def sample(logits: FloatArray, params: Sequence[SamplingParams], uniforms: Seque
         tokens[drawn] = picked
     tokens[~usable] = -1
     return tokens
+
+
+def choose(logits: FloatArray, params: Sequence[SamplingParams], uniforms: Sequence[float]) -> list[int | str]:
+    """`sample`, with the reason in place of a token that cannot be had. What fails for one row leaves the others."""
+    try:
+        tokens: list[int | str] = sample(logits, params, uniforms).tolist()
+    except Exception:  # out of memory, say, where one row may still fit
+        tokens = [_alone(*row) for row in zip(logits, params, uniforms, strict=True)]
+    return [f"no token can be chosen: {why_unusable(logits[i])}" if t == -1 else t for i, t in enumerate(tokens)]
+
+
+def _alone(logits: FloatArray, params: SamplingParams, uniform: float) -> int | str:
+    try:
+        return int(sample(logits[None], [params], [uniform])[0])
+    except Exception as error:
+        return f"sampling failed: {str(error) or type(error).__name__}"
 
 
 def why_unusable(row: FloatArray) -> str:

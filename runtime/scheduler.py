@@ -9,6 +9,7 @@ at a time: every decode then fits in every step, and the oldest prefill gets at 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import chain
 
@@ -44,7 +45,8 @@ class Plan:
 class Scheduler:
     """Waiting and running requests over a block pool.
 
-    A step is: `remove` what was cancelled, `plan` (changes nothing), `admit`, compute, `commit`.
+    A step is: `remove` what `take_cancelled` gives, `plan` (changes nothing), `admit`, compute, then a
+    `Request.commit` or `remove` for each chunk. Each of these happens whole or not at all, wherever an interrupt comes.
     """
 
     def __init__(self, capabilities: Capabilities, pool: BlockPool) -> None:
@@ -91,12 +93,14 @@ class Scheduler:
         """Have a request in the next `take_cancelled`; unknown and finished ones are ignored. Any thread may."""
         self._cancelled.append(request_id)
 
-    def take_cancelled(self) -> list[Request]:
-        """Requests cancelled since the last call, for the caller to remove."""
-        if not self._cancelled:
-            return []
-        ids = {self._cancelled.popleft() for _ in range(len(self._cancelled))}
-        return [request for request in chain(self.running.values(), self.waiting) if request.id in ids]
+    def take_cancelled(self) -> Iterator[Request]:
+        """Requests cancelled since the last call, for the caller to remove; an interrupted call is made up for."""
+        ids = list(self._cancelled)
+        wanted = set(ids)
+        if wanted:
+            yield from [request for request in chain(self.running.values(), self.waiting) if request.id in wanted]
+        for _ in ids:
+            self._cancelled.popleft()
 
     def plan(self) -> Plan:
         """The next step, empty only when there is nothing to do. Nothing is changed."""
@@ -120,20 +124,19 @@ class Scheduler:
     def admit(self, plan: Plan) -> None:
         """Give the plan's new requests their blocks and let them run."""
         for request in plan.admitted:
-            request.blocks = np.array(self.pool.allocate(self.blocks_needed(request)), np.int32)
-            self.waiting.popleft()
+            need = self.blocks_needed(request)
+            request.blocks = self.pool.allocate(need)
             self.running[request.id] = request
-
-    def commit(self, plan: Plan) -> None:
-        """The plan's tokens are in the cache now."""
-        for chunk in plan.chunks:
-            chunk.request.computed += chunk.count
+            del self.waiting[0]
 
     def remove(self, request: Request) -> None:
         """Take a request out, finished or not, and free its blocks."""
-        if self.running.pop(request.id, None) is None:
-            self.waiting.remove(request)
-        self.pool.release(request.blocks.tolist())
+        if request.id in self.running:
+            self.pool.release(request.blocks)
+            del self.running[request.id]
+        else:
+            at = self.waiting.index(request)
+            del self.waiting[at]
 
     def blocks_needed(self, request: Request) -> int:
         return blocks_for(request.cache_tokens, self._capabilities.block_size)

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from copy import copy
 from pathlib import Path
 from typing import Any
 
 import tokenizers
 
+from plankiln.chat_template import ChatTemplate
 from plankiln.errors import BundleError, RequestError
-from plankiln.runtime.template import ChatTemplate
 
 _CONTEXT = 16
+_MOST_HELD = 256
 
 
 class Tokenizer:
@@ -20,7 +22,7 @@ class Tokenizer:
     chat_template: Jinja source, None when the model has none.
     special_tokens: names and texts the template may use (`bos_token`, `eos_token`, …); other values are passed over.
     add_bos: whether the model expects `bos_token` before a plain prompt.
-    Raises BundleError when the tokenizer or the template cannot be read.
+    Raises BundleError when the tokenizer cannot be read.
     """
 
     def __init__(
@@ -58,10 +60,6 @@ class Tokenizer:
     def vocab_size(self) -> int:
         return int(self._tokenizer.get_vocab_size(with_added_tokens=True))
 
-    @property
-    def has_chat_template(self) -> bool:
-        return self._template is not None
-
     def encode(self, text: str) -> list[int]:
         """Token ids of a plain prompt, with the model's BOS in front unless the text itself starts with it.
 
@@ -76,7 +74,7 @@ class Tokenizer:
         """Token ids of a conversation. The template says where a BOS goes: none is added.
 
         messages: {"role": …, "content": …}, oldest first; variables: further names the template may use (`tools`, …).
-        Raises RequestError when there is no template or it refuses the messages.
+        Raises RequestError when there is no template or it refuses the messages, BundleError when it is not Jinja.
         """
         if self._template is None:
             raise RequestError("this model has no chat template", hint="give it a plain prompt")
@@ -106,7 +104,8 @@ class Detokenizer:
 
     The pieces add up to the text that the ids add to that of `prompt`: for no prompt, to `tokenizer.decode(ids)`.
     A piece ends at a token's end where no character is open; a run of byte tokens is decoded whole, because one
-    broken character in it turns all of it into U+FFFD.
+    broken character in it turns all of it into U+FFFD. Text is held back for 256 tokens at most: a longer run is cut
+    there, which also bounds the work for a token.
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int] = ()) -> None:
@@ -118,24 +117,39 @@ class Detokenizer:
         """Text that is certain now, often ""."""
         if token in self._tokenizer.special_ids:
             return ""
-        self._pending.append(token)
+        self._pending = [*self._pending, token]
+        if len(self._pending) == _MOST_HELD:
+            return self._cut()
         if token in self._tokenizer.byte_ids:
             return ""
-        text = self._tokenizer.decode(self._context + self._pending)
-        if text.endswith("\ufffd") or not text.startswith(self._base):
+        known = self._context + self._pending
+        text = self._tokenizer.decode(known)
+        if text.endswith("\ufffd") or not text.startswith(self._base) or text == self._base:
             return ""
         piece = text[len(self._base) :]
-        if base := self._tokenizer.decode(self._pending):
-            self._context, self._base, self._pending = self._pending, base, []
-        else:
-            self._context, self._base, self._pending = self._context + self._pending, text, []
+        context = self._pending if self._tokenizer.decode(self._pending) else known[-_CONTEXT:]
+        self._context, self._base, self._pending = context, self._tokenizer.decode(context), []
         return piece
 
     def finish(self) -> str:
         """What was held back; a character that is still open becomes U+FFFD."""
-        text = self._tokenizer.decode(self._context + self._pending)
-        self._pending = []
-        return text[len(self._base) :]
+        piece, self._pending = self._text(self._pending), []
+        return piece
+
+    def _cut(self) -> str:
+        """What is held back, but for the last tokens where they open a character (of at most four)."""
+        ends = range(len(self._pending), len(self._pending) - 4, -1)
+        end = next((n for n in ends if not self._text(self._pending[:n]).endswith("\ufffd")), ends[0])
+        given, left = self._pending[:end], self._pending[end:]
+        piece = self._text(given)
+        self._context, self._base = _last_text(self._tokenizer, self._context + given)
+        self._pending = left
+        return piece
+
+    def _text(self, ids: list[int]) -> str:
+        """What the ids add to the base; their own text where they make the decoder change the base itself."""
+        text = self._tokenizer.decode(self._context + ids)
+        return text[len(self._base) :] if text.startswith(self._base) else self._tokenizer.decode(ids)
 
 
 def _last_text(tokenizer: Tokenizer, prompt: Sequence[int]) -> tuple[list[int], str]:
@@ -186,6 +200,12 @@ class TextStream:
     @property
     def stopped(self) -> bool:
         return self._stops.stopped
+
+    def copy(self) -> TextStream:
+        """The same stream at the same place; what is added to one does not show in the other."""
+        made = copy(self)
+        made._detokenizer, made._stops = copy(self._detokenizer), copy(self._stops)
+        return made
 
     def add(self, token: int) -> str:
         return self._stops.add(self._detokenizer.add(token))

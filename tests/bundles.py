@@ -5,15 +5,25 @@ from __future__ import annotations
 import json
 import platform
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from plankiln.compiler.package import Contents, Published, publish, staging
-from plankiln.manifest import CHUNK_BYTES, Formats, ModelShape, PlanLimits, Source, TargetNeeds
+from plankiln.compiler.package import Published, publish, staging
+from plankiln.manifest import (
+    CHAT_TEMPLATE,
+    CHUNK_BYTES,
+    REPORT,
+    TOKENIZER,
+    Description,
+    Formats,
+    ModelShape,
+    PlanLimits,
+    Source,
+    TargetNeeds,
+)
 
 WEIGHTS = bytes(range(256)) * (CHUNK_BYTES // 256) + b"tail of the second chunk"
-CONTENTS = Contents(
+DESCRIPTION = Description(
     name="tiny",
     recipe={"name": "tiny", "engine": {"max_context": 64}},
     source=Source(uri="tests", digest="ab" * 32),
@@ -30,11 +40,10 @@ CONTENTS = Contents(
     eos_token_ids=(2, 3),
     special_tokens={"bos_token": "<s>"},
     add_bos=True,
-    tokenizer_json=b'{"version": "1.0"}',
-    chat_template="{{ messages }}",
+    chat_template=CHAT_TEMPLATE,
     tools={"compiler": "g++ 12"},
-    report={"stages": {}},
 )
+TEXTS = {TOKENIZER: b'{"version": "1.0"}', CHAT_TEMPLATE: b"{{ messages }}", REPORT: b"{}"}
 
 
 def write_plan(staged: Path, weights: bytes = WEIGHTS, code: bytes = b"\x7fELF code") -> None:
@@ -46,11 +55,14 @@ def write_plan(staged: Path, weights: bytes = WEIGHTS, code: bytes = b"\x7fELF c
     (rank / "weights.bin").write_bytes(weights)
 
 
-def make_bundle(out: Path, *, code: bytes = b"\x7fELF code", weights: bytes = WEIGHTS, **changes: Any) -> Published:
-    """Publish a bundle below `out`; `changes` are fields of Contents."""
+def make_bundle(
+    out: Path, *, code: bytes = b"\x7fELF code", weights: bytes = WEIGHTS, report: bytes = b"{}", **changes: Any
+) -> Published:
+    """Publish a bundle below `out`; `changes` are fields of its Description."""
     with staging(out) as staged:
         write_plan(staged, weights, code)
-        return publish(staged, replace(CONTENTS, **changes))
+        description = DESCRIPTION.model_validate(dict(DESCRIPTION) | changes)
+        return publish(staged, description, TEXTS | {REPORT: report})
 
 
 def edit_manifest(bundle: Path, edit: Callable[[dict[str, Any]], None], *, redo_digest: bool = True) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,8 @@ class Header:
 
 class MemoryCheckpoint:
     """Random float32 weights of a spec's shapes: norms around one, everything else around zero."""
+
+    origin = Path("memory")
 
     def __init__(self, spec: DecoderSpec, seed: int = 0) -> None:
         random = np.random.default_rng(seed)

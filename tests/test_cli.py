@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -13,7 +14,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any, Self
 
 import pytest
-from bundles import CONTENTS, make_bundle
+from bundles import DESCRIPTION, make_bundle
 
 import plankiln
 from plankiln import cli
@@ -86,6 +87,27 @@ class TestErrors:
         done = call("build", "-q", recipe)
         assert done.err == "error: one: here\nerror: two\nhint: same\nerror: three\n"
 
+    def test_a_hundred_problems(self, call: Any, recipe: Path, monkeypatch: Any) -> None:
+        def fail(*_: object, **__: object) -> None:
+            raise BuildError([Problem(f"number {n}", hint="the same") for n in range(100)])
+
+        monkeypatch.setattr(pipeline, "build", fail)
+        lines = call("build", "-q", recipe).err.splitlines()
+        assert lines[0] == "error: number 0"
+        assert lines[19:] == ["error: number 19", "hint: the same", "… and 80 more"]
+
+    def test_a_recipe_that_cannot_be_read(self, call: Any, recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        def refuse(*_: object, **__: object) -> None:
+            raise PermissionError(errno.EACCES, "Permission denied")
+
+        monkeypatch.setattr(os, "access", lambda *_, **__: False)
+        monkeypatch.setattr(Path, "open", refuse)
+        for command in ("build", "validate"):
+            done = call(command, recipe)
+            assert done.code == 1
+            assert done.err.startswith("error: cannot read `")
+            assert done.err.endswith("` (Permission denied)\nhint: check its permissions\n")
+
     def test_our_mistake(self, call: Any, recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(pipeline, "build", lambda *_, **__: 1 / 0)
         monkeypatch.delenv("PLANKILN_DEBUG", raising=False)
@@ -102,7 +124,8 @@ class TestErrors:
             raise KeyboardInterrupt
 
         monkeypatch.setattr(pipeline, "build", interrupt)
-        assert call("build", "-q", recipe).code == 130
+        done = call("build", "-q", recipe)
+        assert (done.code, done.err) == (130, "\ninterrupted\n")
 
     def test_missing_build_extra(self, call: Any, recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(sys.modules, "onnx_ir", None)
@@ -127,11 +150,16 @@ class TestErrors:
 class TestBuild:
     @pytest.fixture(autouse=True)
     def _fake(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        def build(recipe: Path, *, overrides: Any, out: Path, progress: Any, only_targets: Any) -> Any:
+        def build(recipe: Path, *, overrides: Any, out: Path, progress: Any, only_targets: Any, **options: Any) -> Any:
             self.seen = (recipe, overrides, out, only_targets)
+            self.options = options
             progress.stage("compile", "cpu-generic")
             progress("weights", 1, 2)
-            return [pipeline.BuildResult("tiny", "cpu-generic", out / "tiny", "ab", False, {"compile": 0.5})]
+            progress.note("a note")
+            done = [pipeline.BuildResult("tiny", "cpu-generic", out / "tiny", "ab", False, {"compile": 0.5})]
+            if options["keep_going"]:
+                raise pipeline.IncompleteBuildError([Problem("the other failed")], done)
+            return done
 
         monkeypatch.setattr(pipeline, "build", build)
 
@@ -142,8 +170,18 @@ class TestBuild:
         )
         assert done.code == 0
         assert done.out == "o/tiny\n"
-        assert done.err.startswith("cpu-generic: compile")
+        assert "\ncpu-generic: compile" in done.err
         assert self.seen == (recipe, ("a=1", "b=2"), Path("o"), ("cpu-generic",))
+        assert self.options == {"explain": False, "keep_going": False}
+        assert "a note" in done.err
+
+    def test_keep_going_prints_what_was_built_and_what_failed(self, call: Any, recipe: Path) -> None:
+        done = call("build", recipe, "--keep-going", "-q", "--out", "o")
+        assert (done.code, done.out, done.err) == (1, "o/tiny\n", "error: the other failed\n")
+
+    def test_explain_speaks_when_quiet(self, call: Any, recipe: Path) -> None:
+        done = call("build", recipe, "--explain", "-q")
+        assert (done.err, self.options["explain"]) == ("a note\n", True)
 
     def test_quiet_and_json(self, call: Any, recipe: Path) -> None:
         done = call("build", recipe, "--quiet", "--json")
@@ -155,6 +193,7 @@ class TestBuild:
             "digest": "ab",
             "existed": False,
             "seconds": {"compile": 0.5},
+            "reused": {},
         }
 
 
@@ -198,7 +237,7 @@ def test_check(call: Any, bundle: Path, tmp_path: Path) -> None:
     done = call("check", bundle, "--full")
     assert done.code == 1
     assert "bytes 0 to 4194304 are not what was built" in done.err
-    other = make_bundle(tmp_path, target=CONTENTS.target.model_copy(update={"machine": "vax"}))
+    other = make_bundle(tmp_path, target=DESCRIPTION.target.model_copy(update={"machine": "vax"}))
     done = call("check", other.path, "--full")
     assert done.code == 0
     assert "this machine cannot run it: built for `vax`" in done.err
@@ -275,6 +314,10 @@ class TestRun:
         assert done.code == 1
         assert "`top_p`" in done.err
         assert "`temperature`" in done.err
+        assert done.err.endswith("hint: see `plankiln run --help`\n")
+        done = call("run", "b", "x", "--max-tokens", "0", "--top-k", str(2**40))
+        assert "`max_tokens` must be None or a whole number from 1 to 2147483647, not `0`" in done.err
+        assert "`top_k` must be 0 (off) or a whole number up to 2147483647, not `1099511627776`" in done.err
         assert FakeLlm.last == {}
 
     def test_refused_and_failed_requests(self, call: Any) -> None:

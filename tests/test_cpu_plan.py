@@ -123,9 +123,9 @@ def test_a_step_may_want_no_logits_and_engines_share_one_pool(sources: dict[str,
     other = again(engine, tmp_path, 2)
     with pytest.raises(EngineError, match="`threads` is 3, but the process's pool has 2 and is in use"):
         again(engine, tmp_path, 3)
-    for bad in (0, -1, 1000):
-        with pytest.raises(EngineError, match=f"`threads` must be 1 … 256, not `{bad}`"):
-            again(engine, tmp_path, bad)
+    for bad in (0, -1, 1000, "a", 1.5, True):
+        with pytest.raises(EngineError, match=f"`threads` must be a whole number, 1 … 256, not `{bad!r}`"):
+            again(engine, tmp_path, bad)  # type: ignore[arg-type]
     prompt = [int(t) for t in np.random.default_rng(SEED).integers(0, 33, 20)]
     results: dict[int, Any] = {}
 

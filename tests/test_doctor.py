@@ -158,29 +158,3 @@ def test_a_user_without_a_home(bare: Path, monkeypatch: pytest.MonkeyPatch, tmp_
     assert "this user has no home" in shown(report)
     with pytest.raises(PlankilnError, match="this user has no home"):
         open_checkpoint("m.gguf", base=tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("groups", "files", "limit"),
-    [
-        ("0::/a/b\n", {"a/b/memory.max": "max", "a/memory.max": "4096", "memory.max": "8192"}, 4096),
-        ("5:memory:/box\n0::/\n", {"memory/box/memory.limit_in_bytes": "1024"}, 1024),
-        ("5:memory:/\n", {"memory/memory.limit_in_bytes": "9223372036854771712"}, None),
-        ("", {}, None),
-        ("odd\n", {}, None),
-    ],
-)
-def test_memory_limit(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, groups: str, files: dict[str, str], limit: int | None
-) -> None:
-    proc = tmp_path / "proc" / "self"
-    proc.mkdir(parents=True)
-    (proc / "cgroup").write_text(groups)
-    (proc.parent / "meminfo").write_text("MemTotal:       2048 kB\nMemAvailable:   1024 kB\n")
-    for name, text in files.items():
-        path = tmp_path / "cgroup" / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
-    monkeypatch.setattr(doctor, "_PROC", tmp_path / "proc")
-    monkeypatch.setattr(doctor, "_CGROUP", tmp_path / "cgroup")
-    assert collect().memory == doctor.Memory(2048 << 10, 1024 << 10, limit)

@@ -12,8 +12,9 @@ from checkpoints import write_tiny_hf
 from graphs import MemoryCheckpoint, PagedRunner, tiny_spec
 
 from plankiln.checkpoint import open_checkpoint
-from plankiln.compiler.export import Format, export_decoder
+from plankiln.compiler.export import export_decoder
 from plankiln.compiler.families import decoder_spec
+from plankiln.compiler.formats import Format
 from plankiln.compiler.passes import apply_passes
 from plankiln.errors import ExportError
 

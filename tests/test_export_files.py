@@ -19,6 +19,7 @@ from plankiln.compiler.export import export_decoder, save_onnx
 from plankiln.compiler.families import decoder_spec
 from plankiln.compiler.passes import apply_passes
 from plankiln.compiler.weights import Reference, Slice, concatenated, whole
+from plankiln.errors import CheckpointError
 
 LLAMA3_8B: dict[str, Any] = {
     "model_type": "llama",
@@ -188,3 +189,14 @@ def test_references_that_do_not_agree_are_not_joined() -> None:
     name = "model.layers.0.mlp.up_proj.weight"
     with pytest.raises(ValueError, match="dtype or orientation"):
         concatenated([whole(checkpoint, name, "float32"), whole(checkpoint, name, "bfloat16")])
+
+
+@pytest.mark.parametrize(("value", "said"), [(np.nan, "1 non-finite values"), (1e39, "beyond the range of float32")])
+def test_bad_values_name_the_file(value: float, said: str) -> None:
+    checkpoint = MemoryCheckpoint(tiny_spec("llama"))
+    name = "model.norm.weight"
+    checkpoint.arrays[name] = checkpoint.arrays[name].astype(np.float64)
+    checkpoint.arrays[name][3] = value
+    with pytest.raises(CheckpointError, match=rf"{said}.*: {checkpoint.origin}\nhint: ") as caught:
+        whole(checkpoint, name, "float32").rows()
+    assert f"tensor `{name}`" in str(caught.value)

@@ -18,8 +18,11 @@ ROOT = Path(__file__).parent.parent
 FOLDERS = {"plankiln": "plankiln"} | {
     name: f"plankiln.{name}" for name in ("compiler", "quantize", "runtime", "plugins")
 }
-SHARED = {"errors", "recipe", "recipe_yaml", "target", "checkpoint", "bundle", "manifest", "trust", "host"}
-COMMANDS = {"cli", "console", "doctor"}
+SHARED = {
+    *("errors", "recipe", "recipe_yaml", "target", "checkpoint", "bundle", "manifest", "trust", "host"),
+    "chat_template",
+}
+COMMANDS = {"__main__", "cli", "entry", "console", "doctor", "store_commands"}
 MAY_IMPORT = {
     "shared": {"shared"},
     "plugins": {"shared", "plugins"},

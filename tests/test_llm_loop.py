@@ -314,7 +314,7 @@ def test_load_hands_the_bundle_over(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_kv_blocks() -> None:
     assert LLM(hash_engine(), TOKENIZER, ()).pool.total == 8 * 64 // 4
-    with pytest.raises(EngineError, match="`kv_blocks` must be at least 1"):
+    with pytest.raises(EngineError, match="`kv_blocks` must be a whole number of at least 1"):
         LLM(hash_engine(), TOKENIZER, (), kv_blocks=0)
 
 

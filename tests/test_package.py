@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import errno
-import json
 import os
 import stat
 import time
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from bundles import CONTENTS, WEIGHTS, make_bundle, write_plan
+from bundles import DESCRIPTION, TEXTS, WEIGHTS, make_bundle, write_plan
 from faults import killed_after, killed_at
 
 from plankiln.bundle import open_bundle
@@ -50,10 +48,10 @@ def test_layout_and_modes(tmp_path: Path) -> None:
 def test_same_content_is_published_once(tmp_path: Path) -> None:
     first = make_bundle(tmp_path)
     inode = (first.path / "rank0" / "weights.bin").stat().st_ino
-    second = make_bundle(tmp_path, report={"stages": {"compile": 3.5}})
+    second = make_bundle(tmp_path, report=b'{"compile": 3.5}')
     assert (second.path, second.digest, second.existed) == (first.path, first.digest, True)
     assert (first.path / "rank0" / "weights.bin").stat().st_ino == inode
-    assert json.loads((first.path / "report.json").read_text()) == {"stages": {}}
+    assert (first.path / "report.json").read_bytes() == b"{}"
     assert entries(tmp_path) == {first.digest, "latest"}
 
 
@@ -75,6 +73,48 @@ def test_damaged_bundle_is_replaced_by_the_next_build(tmp_path: Path) -> None:
     assert entries(tmp_path) == {first.digest, "latest"}
 
 
+def test_latest_leads_to_a_bundle_while_a_damaged_one_is_replaced(tmp_path: Path) -> None:
+    for change in range(1000):
+        out = tmp_path / f"{change}"
+        first = make_bundle(out, weights=b"w")
+        (first.path / "rank0" / "weights.bin").write_bytes(b"?")
+        killed = killed_at(lambda out=out: make_bundle(out, weights=b"w"), change)  # type: ignore[misc]
+        assert (out / "latest" / "manifest.json").exists()
+        make_bundle(out, weights=b"w")
+        open_bundle(out, verify="full")
+        assert entries(out) == {first.digest, "latest"}
+        if not killed:
+            break
+    assert change > 15
+
+
+def test_a_file_system_that_cannot_exchange(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(package, "_RENAME_EXCHANGE", 1 << 30)
+    first = make_bundle(tmp_path)
+    (first.path / "rank0" / "plan.so").write_bytes(b"?")
+    assert not make_bundle(tmp_path).existed
+    open_bundle(tmp_path, verify="full")
+    assert entries(tmp_path) == {first.digest, "latest"}
+
+
+def test_builders_take_turns_with_a_damaged_bundle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of several builds that find it damaged, one replaces it and the others find that one's."""
+    first = make_bundle(tmp_path)
+    (first.path / "rank0" / "weights.bin").write_bytes(b"?")
+    read, write = os.pipe()
+    children = []
+    for _ in range(6):
+        pid = os.fork()
+        if pid == 0:
+            os.write(write, b"1" if make_bundle(tmp_path).existed else b"0")
+            os._exit(0)
+        children.append(pid)
+    assert [os.waitpid(pid, 0)[1] for pid in children] == [0] * 6
+    assert sorted(os.read(read, 100)) == sorted(b"011111")
+    open_bundle(tmp_path, verify="full")
+    assert entries(tmp_path) == {first.digest, "latest"}
+
+
 def test_failed_build_leaves_nothing(tmp_path: Path) -> None:
     def build() -> None:
         with staging(tmp_path) as staged:
@@ -90,7 +130,7 @@ def test_no_space_is_one_clear_error(tmp_path: Path, monkeypatch: pytest.MonkeyP
     def full(path: Path) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(package, "_sync", full)
+    monkeypatch.setattr(package, "sync_tree", full)
     with pytest.raises(BuildError, match=r"cannot write the bundle \(No space left on device\)"):
         make_bundle(tmp_path)
     assert entries(tmp_path) == set()
@@ -152,7 +192,7 @@ def test_sweep_spares_a_running_build(tmp_path: Path) -> None:
         write_plan(staged)
         made = make_bundle(tmp_path)
         assert (staged / "rank0" / "plan.so").exists()
-        assert publish(staged, replace(CONTENTS, report={"late": 1})).existed
+        assert publish(staged, DESCRIPTION, TEXTS).existed
     assert entries(tmp_path) == {made.digest, "latest"}
 
 

@@ -12,7 +12,8 @@ import pytest
 from graphs import MemoryCheckpoint, PagedRunner, tiny_spec
 
 from plankiln.compiler import graph as g
-from plankiln.compiler.export import Format, export_decoder
+from plankiln.compiler.export import export_decoder
+from plankiln.compiler.formats import Format
 from plankiln.compiler.passes import PASSES, apply_passes
 from plankiln.compiler.passes.fuse_add_norm import fuse_add_norm
 from plankiln.compiler.passes.fuse_gate_up import fuse_gate_up

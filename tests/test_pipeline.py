@@ -2,89 +2,31 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import platform
+import resource
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from faults import killed_at
+from pipelines import RECIPE, STAGES, FakeCheckpoint, Recorder, fake_stages
 
 from plankiln.bundle import open_bundle
 from plankiln.compiler import pipeline
-from plankiln.compiler.cpu.compile import CpuPlan
+from plankiln.compiler.store import Store
 from plankiln.errors import BuildError, CheckpointError, ExportError, RecipeError, ToolchainError
 
-RECIPE = """
-name: tiny
-model: {source: model.gguf}
-quantize: {weights: fp32, kv_cache: fp32}
-targets: [cpu-generic, {sku: cpu-x86-64-v3, quantize: {weights: bf16}}]
-engine: {max_sequences: 2, max_tokens_per_step: 16, max_context: 64, block_size: 16, max_logit_rows: 2}
-"""
-STAGES = ["recipe", "checkpoint", "spec", "tensors", "export", "passes", "compile", "package"]
 needs_x86 = pytest.mark.skipif(platform.machine() != "x86_64", reason="x86-64 targets")
 
 
-class FakeCheckpoint:
-    """What the pipeline asks of a checkpoint."""
-
-    config = {"model_type": "fake"}  # noqa: RUF012
-    digest = "cd" * 32
-    eos_token_ids = (2,)
-    special_tokens = {"bos_token": "<s>", "bos_token_id": 1, "add_bos_token": True}  # noqa: RUF012
-    tokenizer_json = b"{}"
-    chat_template = None
-
-    def __init__(self) -> None:
-        self.closed = 0
-
-    def __enter__(self) -> FakeCheckpoint:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.closed += 1
-
-    def validate(self, expected: dict[str, tuple[int, ...]]) -> None:
-        assert expected == {"w": (1,)}
-
-
-class Recorder:
-    """A Progress that remembers the stages."""
-
-    def __init__(self) -> None:
-        self.stages: list[tuple[str, str]] = []
-
-    def stage(self, name: str, target: str) -> None:
-        self.stages.append((name, target))
-
-    def __call__(self, what: str, done: int, total: int) -> None: ...
-
-
 @pytest.fixture
-def checkpoint(monkeypatch: pytest.MonkeyPatch) -> FakeCheckpoint:
-    """Every stage but the recipe and packaging replaced by a fake."""
-    fake = FakeCheckpoint()
-    shape = {"vocab_size": 33, "layers": 1, "hidden_size": 8, "kv_heads": 1, "head_dim": 8, "max_position": 64}
-    spec = SimpleNamespace(architecture="llama", expected_tensors=lambda: {"w": (1,)}, **shape)
-
-    def compile_cpu(graph: dict[str, Any], target: Any, out: Path, name: str, progress: Any) -> CpuPlan:
-        assert graph["passed"]
-        (out / "plan.so").write_bytes(f"code for {target.name}".encode())
-        (out / "plan.cc").write_text("// " + name)
-        (out / "weights.bin").write_bytes(b"w")
-        files = ("plan.so", "plan.cc", "weights.bin")
-        formats = (graph["weights"], graph["weights"], graph["kv_cache"])
-        return CpuPlan(files, 64, {"fp32": 1}, *formats, compiler="fake 1", glibc="2.17", flags=target.flags)
-
-    monkeypatch.setattr(pipeline, "open_checkpoint", lambda source, **_: fake)
-    monkeypatch.setattr(pipeline, "decoder_spec", lambda config: spec)
-    monkeypatch.setattr(pipeline, "export_decoder", lambda spec, checkpoint, **formats: formats)
-    monkeypatch.setattr(pipeline, "apply_passes", lambda graph: {**graph, "passed": True})
-    monkeypatch.setattr(pipeline, "compile_cpu", compile_cpu)
-    return fake
+def checkpoint(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> FakeCheckpoint:
+    """Every stage but the recipe and packaging is a fake, and the store is empty."""
+    monkeypatch.setenv("PLANKILN_STORE", str(tmp_path / "store"))
+    return fake_stages(monkeypatch)
 
 
 @pytest.fixture
@@ -124,6 +66,55 @@ def test_second_build_finds_the_first(checkpoint: FakeCheckpoint, recipe: Path) 
     assert first.digest == second.digest
 
 
+def test_where_the_source_lies_is_no_part_of_the_digest(checkpoint: FakeCheckpoint, recipe: Path) -> None:
+    (first,) = build(recipe, only_targets=["cpu-generic"])
+    (moved,) = build(recipe, only_targets=["cpu-generic"], overrides=["model.source=/elsewhere/copy.gguf"])
+    assert (moved.digest, moved.existed) == (first.digest, True)
+    checkpoint.digest = "ef" * 32
+    (other,) = build(recipe, only_targets=["cpu-generic"])
+    assert other.digest != first.digest
+    assert open_bundle(first.path).manifest.source.uri == "model.gguf"
+
+
+@pytest.mark.parametrize(("stage", "where"), [("pack_weights", "stage store"), ("link_or_copy", "bundle")])
+def test_a_disk_that_fills_up_is_one_clear_error(
+    checkpoint: FakeCheckpoint, recipe: Path, monkeypatch: pytest.MonkeyPatch, stage: str, where: str
+) -> None:
+    def fill(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(pipeline, stage, fill)
+    with pytest.raises(BuildError) as caught:
+        build(recipe, only_targets=["cpu-generic"])
+    (problem,) = caught.value.problems
+    assert problem.what == f"cannot write the {where} (No space left on device)"
+    assert problem.hint.startswith("free some space")
+    assert list((recipe.parent / "out").glob("tiny/cpu-generic/*")) == []
+
+
+def test_a_limit_on_the_size_of_files(
+    checkpoint: FakeCheckpoint, recipe: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def link_or_copy(source: Path, place: Path) -> None:
+        place.write_bytes(b"w" * 100_000)
+
+    monkeypatch.setattr(pipeline, "link_or_copy", link_or_copy)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, before[1]))
+    try:
+        with pytest.raises(BuildError, match=r"cannot write the bundle \(File too large\).*\nhint: .*`ulimit -f`"):
+            build(recipe, only_targets=["cpu-generic"])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert list((recipe.parent / "out" / "tiny" / "cpu-generic").iterdir()) == []
+
+
+def test_values_that_no_manifest_holds(checkpoint: FakeCheckpoint, recipe: Path) -> None:
+    checkpoint.digest = "none"
+    with pytest.raises(BuildError, match="a bundle cannot state what was built: digest"):
+        build(recipe, only_targets=["cpu-generic"])
+
+
 class TestRefusedBeforeWork:
     @pytest.fixture(autouse=True)
     def _no_work(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -145,11 +136,16 @@ class TestRefusedBeforeWork:
 
     def test_only_gpu(self, recipe: Path) -> None:
         text = self.refused(recipe, "targets=[h100]")
-        assert "--set targets=[cpu-native]" in text
+        assert "--set 'targets=[cpu-native]'" in text
 
     @pytest.mark.parametrize(
         "override",
-        ["quantize.weights=keep", "quantize.kv_cache=int8", "engine.tensor_parallel=2", "quantize.weights=fp8"],
+        [
+            "quantize.weights=int8_smoothquant",
+            "quantize.kv_cache=int8",
+            "engine.tensor_parallel=2",
+            "quantize.weights=fp8",
+        ],
     )
     def test_what_is_not_built_yet(self, recipe: Path, override: str) -> None:
         text = self.refused(recipe, "targets=[cpu-generic]", override)
@@ -183,7 +179,10 @@ class TestRefusedBeforeWork:
         ("decoder_spec", ExportError),
         ("export_decoder", ExportError),
         ("apply_passes", ExportError),
-        ("compile_cpu", ToolchainError),
+        ("find_compiler", ToolchainError),
+        ("lower_cpu", ExportError),
+        ("compile_code", ToolchainError),
+        ("pack_weights", CheckpointError),
         ("publish", BuildError),
     ],
 )
@@ -204,19 +203,26 @@ def test_failing_stage_publishes_nothing(
     assert checkpoint.closed == (stage != "open_checkpoint")
 
 
-def test_killed_at_any_change(checkpoint: FakeCheckpoint, recipe: Path) -> None:
-    """A killed build leaves nothing or a whole bundle, and the next one finishes."""
-    for change in range(1000):
+def test_killed_at_any_change(checkpoint: FakeCheckpoint, recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A killed build leaves nothing or a whole bundle and a consistent store, and the next one finishes."""
+    for change in range(0, 1000, 3):
         out = recipe.parent / f"{change}"
+        monkeypatch.setenv("PLANKILN_STORE", str(out / "store"))
 
-        def build_here(out: Path = out) -> None:
-            pipeline.build(recipe, out=out, progress=Recorder(), only_targets=["cpu-generic"])
+        def build_here(out: Path = out) -> pipeline.BuildResult:
+            (result,) = pipeline.build(recipe, out=out, progress=Recorder(), only_targets=["cpu-generic"])
+            return result
 
         killed = killed_at(build_here, change)
+        store = Store(out / "store")
         for path in out.glob("tiny/cpu-generic/[!.]*"):
             open_bundle(path, verify="full")
-        build_here()
-        assert len(list((out / "tiny" / "cpu-generic").iterdir())) == 2
+        assert [store.fault(entry) for entry in store.entries.glob("[!.]*") if entry.is_dir()] == [None] * len(
+            store.all()
+        )
+        digest = build_here().digest
+        assert {path.name for path in (out / "tiny" / "cpu-generic").iterdir()} == {digest, "latest"}
+        assert len(list(store.entries.iterdir())) == 3
         if not killed:
             break
-    assert change > 15
+    assert change > 40

@@ -28,7 +28,7 @@ def check(llm: LLM) -> None:
     tables = [block for request in running.values() for block in request.blocks.tolist()]
     assert pool.free + pool.used == pool.total
     assert max(Counter(tables).values(), default=1) == 1
-    assert pool.references == [tables.count(block) for block in range(pool.total)]
+    assert pool.references.tolist() == [tables.count(block) for block in range(pool.total)]
     assert all(not request.blocks.size and not request.computed for request in llm.scheduler.waiting)
     assert len(running) <= llm.scheduler.slots
     for request in running.values():

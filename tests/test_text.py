@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -10,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers_for_tests import byte_fallback, byte_level
 
+from plankiln.chat_template import ChatTemplate
 from plankiln.errors import BundleError, RequestError
-from plankiln.runtime.template import ChatTemplate
 from plankiln.runtime.text import Detokenizer, StopStrings, TextStream, Tokenizer
 
 BYTES = byte_level(["hello", " world"])
@@ -72,6 +73,42 @@ def test_special_and_unknown_ids_add_no_text() -> None:
     hello = BYTES.encode("hello")
     eos = BYTES.encode("</s>")
     assert "".join(streamed(BYTES, [*eos, *hello, *eos * 50, *hello, 10**6])) == "hellohello"
+
+
+@pytest.mark.parametrize("tokenizer", TOKENIZERS)
+def test_text_is_not_held_back_for_ever(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the tokens, a token costs the decoding of a bounded number of them."""
+    decoded: list[int] = []
+    decode = Tokenizer.decode
+
+    def counting(self: Tokenizer, ids: list[int]) -> str:
+        decoded.append(len(ids))
+        return decode(self, ids)
+
+    monkeypatch.setattr(Tokenizer, "decode", counting)
+    broken = tokenizer.encode("é")[-1]
+    spaces = tokenizer.encode("a ")[-1]
+    for ids in ([broken] * 2000, [spaces] * 2000, [10**6] * 2000, tokenizer.encode("😀" * 500)):
+        pieces = streamed(tokenizer, ids)
+        assert max(decoded) <= 512 or max(decoded) == len(ids)
+        whole = decode(tokenizer, ids)
+        assert "".join(pieces) == whole
+        shown = [index for index, piece in enumerate(pieces) if piece]
+        assert not whole or max(b - a for a, b in zip([-1, *shown], shown, strict=False)) <= 256
+
+
+def test_a_decoder_that_changes_earlier_text_does_not_stop_the_stream() -> None:
+    class Shifty(Tokenizer):
+        """One token turns all text before it to capitals."""
+
+        def decode(self, ids: Sequence[int]) -> str:
+            text = "".join(f"a{i} " for i in ids)
+            return text.upper() if 99 in ids else text
+
+    ids = [*range(10, 99), 99, *range(100, 500)]
+    pieces = streamed(Shifty(BYTES._tokenizer.to_str().encode()), ids)
+    assert "".join(pieces).lower() == "".join(f"a{i} " for i in ids)
+    assert pieces.count("") == 256
 
 
 STOPS = st.lists(st.text("ab-", min_size=1, max_size=4), min_size=1, max_size=4)
@@ -213,9 +250,45 @@ def test_damaged_files_are_bundle_errors(tmp_path: object) -> None:
     with pytest.raises(BundleError, match="cannot read the tokenizer"):
         Tokenizer.from_file(f"{tmp_path}/tokenizer.json")
     with pytest.raises(BundleError, match="not a Jinja template"):
-        byte_level(chat_template="{% if %}")
+        ChatTemplate("{% if %}", {}).compile()
     with pytest.raises(BundleError, match="wants a BOS token"):
         byte_level(add_bos=True, special_tokens={})
+
+
+@pytest.mark.parametrize(
+    ("source", "said"),
+    [
+        ("a\n{% if %}", r"\(Expected an expression, got 'end of statement block'\): chat template, line 2"),
+        ("{{ x|nosuch }}", "No filter named 'nosuch'"),
+        ("{{ " + "(" * 5000 + ")" * 5000 + " }}", "recursion"),
+        ("{{ " + "9" * 5000 + " }}", "4300 digits"),
+        ("{% for i in x %}" * 30 + "{% endfor %}" * 30, "too many statically nested blocks"),
+    ],
+)
+def test_a_template_that_is_no_template_is_named_when_it_is_used(source: str, said: str) -> None:
+    tokenizer = byte_level(chat_template=source)
+    assert tokenizer.encode("hello")
+    with pytest.raises(BundleError, match=f"not a Jinja template .*{said}"):
+        tokenizer.encode_chat([{"role": "user", "content": "hello"}])
+
+
+@pytest.mark.parametrize(
+    "expression",
+    ['"a" * 10**10', "10**10**10", "[1] * 10**10", '10**10 * "a"', "9 ** (10**9)", '"%99999999999d" % 1'],
+)
+def test_a_template_s_bombs_do_not_go_off(expression: str) -> None:
+    """Not when it is compiled, where nothing is computed, and not in the text."""
+    for source in (f"{{{{ {expression} }}}}", f"{{% if {expression} %}}{{% endif %}}"):
+        template = ChatTemplate(source, {})
+        template.compile()
+        with pytest.raises(RequestError, match="refused the messages"):
+            template.render([{"role": "user"}])
+
+
+def test_a_text_without_end_is_refused() -> None:
+    template = ChatTemplate("{% for i in range(100000) %}{{ 'ab' * 1000 }}{% endfor %}", {})
+    with pytest.raises(RequestError, match="the text is longer than 16777216 characters"):
+        template.render([{"role": "user"}])
 
 
 def test_lone_surrogate_is_refused_with_its_place() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import time
 from pathlib import Path
 
 import pytest
@@ -74,6 +76,50 @@ def test_a_compiler_that_vanishes_or_dies_silently(tmp_path: Path) -> None:
     silent = Compiler((str(script(tmp_path / "silent", "kill -9 $$")),), "?")
     with pytest.raises(ToolchainError, match="exit status -9"):
         compile_plan(silent, source, tmp_path / "p.so", get_target("cpu-generic"))
+
+
+def test_a_compiler_that_writes_nothing(tmp_path: Path) -> None:
+    quiet = Compiler((str(script(tmp_path / "quiet", "exit 0")),), "?")
+    with pytest.raises(ToolchainError, match=r"compiling the plan failed: the compiler wrote no plan\.so"):
+        compile_plan(quiet, tmp_path / "plan.cc", tmp_path / "plan.so", get_target("cpu-generic"))
+
+
+def test_a_cxx_that_is_no_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "g++ 'half")
+    with pytest.raises(ToolchainError, match=r"not a command \(No closing quotation\): CXX="):
+        find_compiler()
+
+
+def test_complaints_in_no_known_encoding(tmp_path: Path) -> None:
+    odd = Compiler((str(script(tmp_path / "odd", r"printf 'error: \377\n' >&2; exit 1")),), "?")
+    with pytest.raises(ToolchainError, match="compiling the plan failed: error: \ufffd"):
+        compile_plan(odd, tmp_path / "plan.cc", tmp_path / "plan.so", get_target("cpu-generic"))
+
+
+@pytest.mark.parametrize("interrupt", [True, False])
+def test_no_child_of_the_compiler_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, interrupt: bool) -> None:
+    """Neither after an interrupt nor after a timeout."""
+    pids = tmp_path / "pids"
+    nested = Compiler((str(script(tmp_path / "nested", f"sleep 600 & echo $! $$ > {pids}; wait")),), "?")
+
+    def wait(process: subprocess.Popen[str], timeout: float) -> None:
+        while not pids.exists() or len(pids.read_text().split()) < 2:
+            time.sleep(0.01)
+        raise KeyboardInterrupt if interrupt else subprocess.TimeoutExpired("nested", timeout)
+
+    monkeypatch.setattr(subprocess.Popen, "communicate", wait)
+    with pytest.raises(KeyboardInterrupt if interrupt else ToolchainError):
+        compile_plan(nested, tmp_path / "plan.cc", tmp_path / "plan.so", get_target("cpu-generic"))
+    for pid in map(int, pids.read_text().split()):
+        for _ in range(500):  # an orphan is buried by init
+            try:
+                if "(zombie)" in Path(f"/proc/{pid}/status").read_text():
+                    break
+            except OSError:
+                break
+            time.sleep(0.01)
+        else:
+            raise AssertionError(f"process {pid} is left")
 
 
 def test_kernels_lie_where_the_installed_package_is() -> None:

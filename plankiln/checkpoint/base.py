@@ -166,10 +166,10 @@ class Checkpoint(ABC):
             )
 
 
-def check_finite(name: str, array: Array) -> None:
+def check_finite(name: str, array: Array, where: str) -> None:
     """Raise CheckpointError when a float array holds NaN or infinities, with their count and the first index.
 
-    Works in chunks of a million elements; arrays of integers pass.
+    where: the file or directory it came from.     Works in chunks of a million elements; arrays of integers pass.
     """
     if array.dtype.kind in "iub":
         return
@@ -187,7 +187,8 @@ def check_finite(name: str, array: Array) -> None:
         value = str(flat[first])
         raise CheckpointError(
             f"{count} non-finite values in tensor `{name}`, the first is {value} at {index}",
-            hint="the file is damaged or training diverged; download it again or use another revision",
+            where,
+            "the file is damaged or training diverged; download it again or use another revision",
         )
 
 

@@ -18,6 +18,8 @@ from plankiln.checkpoint.base import Progress
 from plankiln.errors import CheckpointError
 
 CHUNK = 8 << 20
+_LFS = b"version https://git-lfs.github.com/spec/"
+REDOWNLOAD = "the file is damaged; download it again"
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -38,9 +40,17 @@ def parse_json_object(text: bytes, where: str) -> dict[str, Any]:
 
 def read_file(path: Path) -> bytes:
     try:
-        return path.read_bytes()
+        data = path.read_bytes()
     except OSError as error:
         raise CheckpointError(f"cannot read file ({error.strerror})", str(path)) from None
+    _refuse_pointer(data, path)
+    return data
+
+
+def _refuse_pointer(data: bytes, path: Path) -> None:
+    if data.startswith(_LFS):
+        hint = "fetch it: run `git lfs pull` where the repository was cloned"
+        raise CheckpointError("not the file but Git LFS's pointer to it", str(path), hint)
 
 
 def map_file(path: Path) -> mmap.mmap | bytes:
@@ -49,9 +59,11 @@ def map_file(path: Path) -> mmap.mmap | bytes:
         with path.open("rb") as file:
             if os.fstat(file.fileno()).st_size == 0:
                 return b""
-            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+            mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     except OSError as error:
         raise CheckpointError(f"cannot read file ({error.strerror})", str(path)) from None
+    _refuse_pointer(mapped[: len(_LFS)], path)
+    return mapped
 
 
 def unmap(mapped: mmap.mmap | bytes) -> None:

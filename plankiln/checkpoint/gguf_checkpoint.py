@@ -12,14 +12,12 @@ from tokenizers import Tokenizer
 
 from plankiln.checkpoint.base import BLOCK_DTYPES, Array, Checkpoint, Progress, TensorInfo
 from plankiln.checkpoint.files import file_sha256
-from plankiln.checkpoint.gguf_config import ROPE_FACTORS, ConfigReader, hf_name, row_order
+from plankiln.checkpoint.gguf_config import GGUF_EMBEDDING, ROPE_FACTORS, MetadataReader, hf_name, row_order
 from plankiln.checkpoint.gguf_file import GgufFile, GgufTensor
 from plankiln.checkpoint.gguf_tokenizer import GgufTokenizer
 from plankiln.checkpoint.shards import numpy_dtype
 from plankiln.checkpoint.tokenizer_files import end_of_turn_ids, load_tokenizer
 from plankiln.errors import CheckpointError, Problem
-
-_EMBEDDING = "token_embd.weight"
 
 
 class GgufCheckpoint(Checkpoint):
@@ -108,10 +106,12 @@ class GgufCheckpoint(Checkpoint):
         return gathered
 
     def _read_config(self) -> dict[str, Any]:
-        reader = ConfigReader(self._file.metadata, self.origin)
-        embedding = self._file.tensors.get(_EMBEDDING)
+        reader = MetadataReader(self._file.metadata, self.origin)
+        embedding = self._file.tensors.get(GGUF_EMBEDDING)
         if embedding is None:
-            raise CheckpointError(f"missing tensor `{_EMBEDDING}`", str(self.origin), "the file holds no whole model")
+            raise CheckpointError(
+                f"missing tensor `{GGUF_EMBEDDING}`", str(self.origin), "the file holds no whole model"
+            )
         factors = self._file.tensors.get(ROPE_FACTORS)
         values = None
         if factors is not None:

@@ -10,16 +10,18 @@ from typing import Any, NoReturn
 import numpy as np
 from numpy.typing import NDArray
 
+from plankiln.checkpoint.base import EMBEDDING, LM_HEAD
 from plankiln.errors import CheckpointError
 
 ROPE_FACTORS = "rope_freqs.weight"
+GGUF_EMBEDDING = "token_embd.weight"
 
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 
 _GLOBAL_NAMES = {
-    "token_embd.weight": "model.embed_tokens.weight",
+    GGUF_EMBEDDING: EMBEDDING,
     "output_norm.weight": "model.norm.weight",
-    "output.weight": "lm_head.weight",
+    "output.weight": LM_HEAD,
 }
 _LAYER_NAMES = {
     "attn_norm": "input_layernorm",
@@ -58,7 +60,7 @@ def row_order(name: str, config: Mapping[str, Any]) -> NDArray[np.int64] | None:
     return order.reshape(-1)
 
 
-class ConfigReader:
+class MetadataReader:
     """Turns the metadata into a config; every key of the architecture's own is consumed or an error."""
 
     def __init__(self, metadata: Mapping[str, Any], path: Path) -> None:

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from plankiln.checkpoint.base import BLOCK_DTYPES
-from plankiln.checkpoint.files import map_file, unmap
+from plankiln.checkpoint.files import REDOWNLOAD, map_file, unmap
 from plankiln.errors import CheckpointError
 
 MAX_RANK = 4
@@ -25,7 +25,6 @@ DEFAULT_ALIGNMENT = 32
 _STRING, _ARRAY = 8, 9
 _SCALARS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q", 12: "<d"}
 _FLOATS = {"F32": 4, "F16": 2, "BF16": 2, "F64": 8}
-_REDOWNLOAD = "the file is damaged; download it again"
 
 
 @dataclass(frozen=True)
@@ -177,5 +176,5 @@ class GgufFile:
         self._at += count * size
         return values
 
-    def _fail(self, what: str, hint: str = _REDOWNLOAD) -> NoReturn:
+    def _fail(self, what: str, hint: str = REDOWNLOAD) -> NoReturn:
         raise CheckpointError(what, str(self.path), hint)

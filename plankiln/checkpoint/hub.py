@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from plankiln.errors import CheckpointError
@@ -29,9 +32,22 @@ def fetch_snapshot(source: str) -> Path:
         ) from None
     repo, revision = match["repo"], match["revision"]
     try:
-        return Path(snapshot_download(repo, revision=revision, allow_patterns=_ALLOW, ignore_patterns=_IGNORE))
+        with _quiet():
+            return Path(snapshot_download(repo, revision=revision, allow_patterns=_ALLOW, ignore_patterns=_IGNORE))
     except Exception as error:  # the hub's client, its HTTP layer and the disk each have their own
         raise CheckpointError(*_explain(error, repo, revision)) from error
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without the client's two lines for each of its retries: how it ends is told once."""
+    logger = logging.getLogger("huggingface_hub")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
 
 
 def _explain(error: Exception, repo: str, revision: str) -> tuple[str, str, str]:

@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 import numpy as np
 
 from plankiln.checkpoint.base import Array, TensorInfo
-from plankiln.checkpoint.files import map_file, unmap
+from plankiln.checkpoint.files import REDOWNLOAD, map_file, unmap
 from plankiln.errors import CheckpointError
 
 MAX_HEADER = 100_000_000
@@ -35,7 +35,6 @@ _NUMPY_NAMES = {
     "F64": "<f8",
     **{kind + str(8 * size): f"<{kind.lower()}{size}" for kind in "UI" for size in (1, 2, 4, 8)},
 }
-_REDOWNLOAD = "the file is damaged; download it again"
 
 
 @dataclass(frozen=True)
@@ -52,13 +51,10 @@ class Shard:
         self._map: mmap.mmap | bytes = map_file(path)
         try:
             self._entries = self._parse()
+            self.tensors = {name: entry.info for name, entry in self._entries.items()}
         except BaseException:
             self.close()
             raise
-
-    @property
-    def tensors(self) -> dict[str, TensorInfo]:
-        return {name: entry.info for name, entry in self._entries.items()}
 
     def close(self) -> None:
         unmap(self._map)
@@ -147,7 +143,7 @@ class Shard:
         if end < size:
             self._fail(f"{size - end} unaccounted bytes at the end of the file")
 
-    def _fail(self, what: str, hint: str = _REDOWNLOAD) -> NoReturn:
+    def _fail(self, what: str, hint: str = REDOWNLOAD) -> NoReturn:
         raise CheckpointError(what.encode("utf-8", "backslashreplace").decode(), str(self.path), hint)
 
 

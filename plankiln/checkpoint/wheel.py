@@ -59,7 +59,10 @@ def fetch_member(source: str, *, sha256: str | None, cache: Path, progress: Prog
                 digest = _extract(wanted, path, folder.with_name(f"{folder.name}.partial"), sha256, progress)
                 write_atomic(record, lambda out: out.write(digest.encode("ascii")))
     except OSError as error:
-        raise CheckpointError(f"cannot write the cache ({error.strerror})", str(error.filename or folder)) from None
+        hint = "make room or get access there, or choose another place with `XDG_CACHE_HOME`"
+        raise CheckpointError(
+            f"cannot write the cache ({error.strerror})", str(error.filename or folder), hint
+        ) from None
     _check_digest(digest, sha256, source)
     return path
 

@@ -1,0 +1,1 @@
+../../plankiln/__main__.py

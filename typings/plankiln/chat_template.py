@@ -1,0 +1,1 @@
+../../plankiln/chat_template.py

@@ -1,0 +1,1 @@
+../../plankiln/entry.py
