@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from plankiln.checkpoint import EMBEDDING, LM_HEAD
 from plankiln.compiler.config_reader import ConfigReader, did_you_mean, shown
 from plankiln.compiler.rope import MAX_POSITIONS, Rope, read_rope
 from plankiln.errors import ExportError, Problem
@@ -15,8 +16,6 @@ _MAX_VOCABULARY = 1 << 24
 _MAX_LAYERS = 1024
 _MAX_HEADS = 4096
 _MAX_HEAD_DIM = 1024
-EMBEDDING = "model.embed_tokens.weight"
-LM_HEAD = "lm_head.weight"
 
 # Bookkeeping: training, generation defaults (read elsewhere), class plumbing of `transformers`. None changes the graph.
 _BOOKKEEPING = frozenset(

@@ -5,21 +5,19 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, BinaryIO, Literal, Protocol
+from pathlib import Path
+from typing import Any, BinaryIO, Protocol
 
-import ml_dtypes
 import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
 from plankiln.checkpoint import check_finite
+from plankiln.compiler.formats import NUMPY, ONNX, Element
 from plankiln.errors import CheckpointError
 
-WeightType = Literal["float32", "bfloat16"]
 Array = NDArray[Any]
 
-_NUMPY: dict[str, np.dtype[Any]] = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
-_ONNX: dict[str, ir.DataType] = {"float32": ir.DataType.FLOAT, "bfloat16": ir.DataType.BFLOAT16}
 _CHUNK_BYTES = 1 << 24
 
 
@@ -36,8 +34,11 @@ class WeightSource(Protocol):
     """The part of `plankiln.checkpoint.Checkpoint` that export needs."""
 
     @property
+    def origin(self) -> Path: ...
+    @property
     def tensors(self) -> Mapping[str, TensorHeader]: ...
     def read_rows(self, name: str, start: int, stop: int) -> Array: ...
+    def read_blocks(self, name: str) -> NDArray[np.uint8]: ...
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,7 @@ class Reference:
 
     checkpoint: WeightSource
     parts: tuple[Slice, ...]
-    dtype: WeightType
+    dtype: Element
     transposed: bool = False
 
     @property
@@ -77,7 +78,7 @@ class Reference:
 
     def chunks(self) -> Iterator[Array]:
         """The bytes of `array()` in C order, as contiguous arrays of some 16 MiB, so that no tensor is copied whole."""
-        dtype = _NUMPY[self.dtype]
+        dtype = NUMPY[self.dtype]
         row_bytes = math.prod(self.shape[1:]) * dtype.itemsize
         step = max(1, _CHUNK_BYTES // max(1, row_bytes))
         parts = [self._read(part) for part in self.parts]
@@ -93,23 +94,23 @@ class Reference:
     def _cast(self, part: Slice) -> Array:
         rows = self._read(part)
         with np.errstate(over="ignore"):
-            cast = rows.astype(_NUMPY[self.dtype], copy=False)
+            cast = rows.astype(NUMPY[self.dtype], copy=False)
         if cast.dtype != rows.dtype:
             try:
-                check_finite(part.tensor, cast)
+                check_finite(part.tensor, cast, str(self.checkpoint.origin))
             except CheckpointError:
                 what = f"tensor `{part.tensor}` holds values beyond the range of {self.dtype}"
                 hint = f"its largest is {np.abs(rows).max():.3g}: the file is damaged or training diverged"
-                raise CheckpointError(what, hint=hint) from None
+                raise CheckpointError(what, str(self.checkpoint.origin), hint) from None
         return cast
 
     def _read(self, part: Slice) -> Array:
         rows = self.checkpoint.read_rows(part.tensor, part.start, part.stop)
-        check_finite(part.tensor, rows)
+        check_finite(part.tensor, rows, str(self.checkpoint.origin))
         return rows
 
 
-def whole(checkpoint: WeightSource, tensor: str, dtype: WeightType, *, transposed: bool = False) -> Reference:
+def whole(checkpoint: WeightSource, tensor: str, dtype: Element, *, transposed: bool = False) -> Reference:
     """A Reference to all rows of one checkpoint tensor."""
     return Reference(checkpoint, (Slice(tensor, 0, checkpoint.tensors[tensor].shape[0]),), dtype, transposed)
 
@@ -127,7 +128,7 @@ class ReferenceTensor(ir.LazyTensor):
     """A Reference in the place of an onnx-ir initializer's tensor; read anew at every access, never cached."""
 
     def __init__(self, reference: Reference, name: str) -> None:
-        super().__init__(self._tensor_now, _ONNX[reference.dtype], ir.Shape(reference.shape), name=name)
+        super().__init__(self._tensor_now, ONNX[reference.dtype], ir.Shape(reference.shape), name=name)
         self.reference = reference
 
     def _tensor_now(self) -> ir.TensorProtocol:

@@ -28,7 +28,8 @@ from plankiln.errors import Problem, RecipeError
 from plankiln.recipe_yaml import Node, clean, in_order, merge, read_recipe, show
 from plankiln.target import TARGET_NAMES, Target, did_you_mean, get_target
 
-Weights = Literal["fp32", "bf16", "keep", "fp8", "int4_awq", "int8_smoothquant"]
+Weights = Literal["fp32", "bf16", "keep", "int4_rtn", "int8_rtn", "fp8", "int4_awq", "int8_smoothquant"]
+GROUPED = ("int4_awq", "int4_rtn", "int8_rtn")
 KvCache = Literal["fp32", "bf16", "fp16", "fp8", "int8"]
 Flavour = Literal["tensorrt", "rtx"]
 
@@ -133,7 +134,11 @@ class Model(_Strict):
 
 
 class Quantize(_Strict):
-    """Number formats. `keep` keeps the quantization that the source already has."""
+    """Number formats. `keep` keeps the quantization that the source already has; `_rtn` rounds to nearest.
+
+    minimum: int4_rtn stores a minimum beside each group's scale. activations: what low-bit linears round their inputs
+    to on a CPU; fp32 is the slow reference.
+    """
 
     weights: Weights = "bf16"
     kv_cache: KvCache = "bf16"
@@ -146,14 +151,21 @@ class Quantize(_Strict):
         | None
     ) = None
 
+    minimum: bool | None = None
+    activations: Literal["int8", "fp32"] | None = None
+
     @model_validator(mode="after")
     def _grouped(self) -> Quantize:
-        grouped = self.weights == "int4_awq"
-        if grouped and self.group_size is None:
+        if self.weights == "int4_awq" and self.group_size is None:
             _reject("`int4_awq` needs a `group_size`", "add `group_size: 128` beside `weights`", at=["weights"])
-        if not grouped and self.group_size is not None:
-            hint = "remove it, or write `group_size: null` to drop an inherited one"
-            _reject(f"`group_size` means nothing for `weights: {self.weights}`", hint, at=["group_size"])
+        for key, formats in (
+            ("group_size", GROUPED),
+            ("minimum", ("int4_rtn",)),
+            ("activations", ("keep", "int4_rtn", "int8_rtn")),
+        ):
+            if getattr(self, key) is not None and self.weights not in formats:
+                hint = f"remove it, or write `{key}: null` to drop an inherited one"
+                _reject(f"`{key}` means nothing for `weights: {self.weights}`", hint, at=[key])
         return self
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 import onnx_ir as ir
@@ -16,13 +15,14 @@ from plankiln.compiler.cpu.lower import lower
 from plankiln.compiler.cpu.program import Program
 from plankiln.compiler.export import export_decoder
 from plankiln.compiler.families import decoder_spec
+from plankiln.compiler.formats import Format
 from plankiln.compiler.passes import apply_passes
+from plankiln.compiler.precision import Precision
 from plankiln.manifest import PlanLimits
 from plankiln.runtime.cpu import CpuEngine
 from plankiln.runtime.engine import Capabilities, Step
 from plankiln.target import Target, get_target, missing_flags
 
-Format = Literal["fp32", "bf16"]
 STRICT = ("-Wall", "-Wextra", "-Werror")
 # GCC's own vector headers look uninitialized once the sanitizers have been woven in.
 SANITIZERS = (
@@ -42,7 +42,9 @@ def strict_flags() -> tuple[str, ...]:
     return STRICT + (SANITIZERS if os.environ.get("PLANKILN_SANITIZE") == "1" else ())
 
 
-def fused_graph(source: Path, weights: Format, kv: Format, max_context: int, block_size: int = 16) -> ir.Model:
+def fused_graph(
+    source: Path, weights: Format | Precision, kv: Format, max_context: int, block_size: int = 16
+) -> ir.Model:
     """The fused graph of a checkpoint; the checkpoint stays open for as long as the graph's references live."""
     checkpoint = open_checkpoint(str(source), base=source.parent)
     spec = decoder_spec(checkpoint.config)
@@ -57,7 +59,7 @@ def plan(
     out: Path,
     *,
     target: str | Target = "cpu-native",
-    weights: Format = "fp32",
+    weights: Format | Precision = "fp32",
     kv: Format = "fp32",
     max_context: int = 128,
     max_tokens: int = 64,

@@ -9,14 +9,18 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
-from plankiln.compiler.cpu.program import Buffer, Call, Program, Weight
+from plankiln.compiler.cpu.program import Buffer, Call, Int8, Program, Weight
+from plankiln.quantize.formats import Blocks, quantize_activations
 from plankiln.runtime.engine import Step
 
 Array = NDArray[Any]
 
 
-def rounded(x: Array, element: str) -> Array:
+def rounded(x: Array, element: str | Int8) -> Array:
     """x as the element type can hold it, in float32."""
+    if isinstance(element, Int8):
+        q, scale = quantize_activations(x.astype(np.float32), element.group)
+        return (q.reshape(*scale.shape, -1) * scale[..., None]).reshape(x.shape)
     return x.astype(ml_dtypes.bfloat16).astype(np.float32) if element == "bfloat16" else x.astype(np.float32)
 
 
@@ -50,7 +54,8 @@ class ReferencePlan:
 
     @staticmethod
     def weight(weight: Weight) -> Array:
-        return weight.rows().astype(np.float64)
+        read = weight.read()
+        return (read.dequantize() if isinstance(read, Blocks) else read).astype(np.float64)
 
     def embed(self, call: Call, step: Step, _: Any) -> None:
         self.put(call.write[0], self.weight(call.weights[0])[step.input_ids])
@@ -76,6 +81,9 @@ class ReferencePlan:
 
     def linear(self, call: Call, step: Step, _: Any) -> None:
         self.put(call.write[0], self.values[call.read[0]].astype(np.float64) @ self.weight(call.weights[0]).T)
+
+    def quantize_rows(self, call: Call, step: Step, _: Any) -> None:
+        self.put(call.write[0], self.values[call.read[0]])
 
     def add_bias(self, call: Call, step: Step, _: Any) -> None:
         self.put(call.write[0], self.values[call.read[0]] + self.weight(call.weights[0]).reshape(-1))

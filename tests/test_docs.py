@@ -15,6 +15,7 @@ from plankiln.compiler.cpu.emit import emit
 from plankiln.compiler.cpu.lower import lower
 from plankiln.compiler.cpu.memory import plan_memory
 from plankiln.compiler.cpu.pack import weight_offsets
+from plankiln.compiler.precision import Precision
 from plankiln.recipe import load_recipe
 
 ROOT = Path(__file__).parents[1]
@@ -40,8 +41,8 @@ def test_the_generated_code_in_the_docs_is_what_is_generated() -> None:
     resolved = load_recipe(ROOT / "recipes/smollm2-135m.yaml").resolve()[0]
     with open_checkpoint(resolved.model.source, base=ROOT, sha256=resolved.model.sha256) as checkpoint:
         origin = checkpoint.origin
-    assert (resolved.quantize.weights, resolved.quantize.kv_cache) == ("bf16", "bf16")
-    graph = fused_graph(origin, "bf16", "bf16", resolved.engine.max_context, resolved.engine.block_size)
+    assert (resolved.quantize.weights, resolved.quantize.kv_cache) == ("keep", "bf16")
+    graph = fused_graph(origin, Precision("keep"), "bf16", resolved.engine.max_context, resolved.engine.block_size)
     program = lower(graph, resolved.recipe)
     source = emit(program, plan_memory(program), *weight_offsets(program), "cpu-native")
     page = ROOT / "docs/generated.md"

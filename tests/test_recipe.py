@@ -67,7 +67,7 @@ def test_the_named_recipes_are_shipped() -> None:
 
 def test_demo_recipe() -> None:
     (demo,) = load_recipe(RECIPES / "smollm2-135m.yaml").resolve()
-    assert (demo.quantize.weights, demo.quantize.kv_cache) == ("bf16", "bf16")
+    assert (demo.quantize.weights, demo.quantize.kv_cache) == ("keep", "bf16")
     assert demo.target.name == "cpu-native"
     assert demo.flavour is None
     (reference,) = load_recipe(RECIPES / "smollm2-135m-fp32.yaml").resolve()
@@ -103,7 +103,10 @@ def test_defaults(tmp_path: Path) -> None:
         },
         "flavour": None,
         "model": {"source": "weights", "sha256": None, "config": None},
-        "quantize": {"weights": "bf16", "kv_cache": "bf16", "group_size": None},
+        "quantize": {
+            **{"weights": "bf16", "kv_cache": "bf16"},
+            **{"group_size": None, "minimum": None, "activations": None},
+        },
         "engine": {
             **{"tensor_parallel": 1, "max_sequences": 32, "max_tokens_per_step": 2048, "max_context": 2048},
             **{"block_size": 16, "max_logit_rows": 256, "kv_memory": 1 << 30},
@@ -281,6 +284,9 @@ MISTAKES: list[tuple[str, int, str, str]] = [
     ("quantize: {weights: null}", 4, "`quantize.weights` cannot be nothing", "known: fp32"),
     ("quantize: {weights: [fp32]}", 4, "`quantize.weights` cannot be a list", "known: fp32"),
     ("quantize: {kv_cache: int4}", 4, "`quantize.kv_cache` cannot be `int4`", "known: fp32, bf16, fp16, fp8, int8"),
+    ("quantize: {weights: int8_rtn, minimum: true}", 4, "`minimum` means nothing for `weights: int8_rtn`", "null"),
+    ("quantize: {activations: int8}", 4, "`activations` means nothing for `weights: bf16`", "remove it"),
+    ("quantize: {weights: keep, activations: int4}", 4, "`quantize.activations` cannot be `int4`", "int8"),
     ("quantize: {weights: int4_awq}", 4, "needs a `group_size`", "group_size: 128"),
     ("quantize: {group_size: 128}", 4, "means nothing for `weights: bf16`", "group_size: null"),
     ("quantize: {weights: int4_awq, group_size: 100}", 4, "`group_size` 100 is not a power of two", "64 and 128"),

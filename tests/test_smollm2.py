@@ -13,6 +13,7 @@ from plans import Format, packed_step, plan
 from tokenizers import Tokenizer
 
 from plankiln.checkpoint import Checkpoint, open_checkpoint
+from plankiln.compiler.precision import Precision
 from plankiln.recipe import load_recipe
 from plankiln.runtime.cpu import CpuEngine
 
@@ -83,15 +84,15 @@ def plan_logits(engine: CpuEngine, ids: list[int]) -> Floats:
     return np.concatenate(rows)
 
 
-def build(checkpoint: Checkpoint, out: Path, format: Format) -> CpuEngine:
-    _, engine = plan(checkpoint.origin, out, weights=format, kv=format, max_context=320, max_tokens=256)
+def build(checkpoint: Checkpoint, out: Path, weights: Format | Precision, kv: Format) -> CpuEngine:
+    _, engine = plan(checkpoint.origin, out, weights=weights, kv=kv, max_context=320, max_tokens=256)
     return engine
 
 
 def test_fp32_plan_equals_transformers(
     checkpoint: Checkpoint, prompts: list[list[int]], reference: Transformers, tmp_path: Path
 ) -> None:
-    engine = build(checkpoint, tmp_path, "fp32")
+    engine = build(checkpoint, tmp_path, "fp32", "fp32")
     for prompt in prompts:
         assert np.abs(plan_logits(engine, prompt) - reference.logits(prompt)).max() <= 1e-3
     expected = reference.greedy(prompts[0])
@@ -116,10 +117,38 @@ def kl(p_logits: Floats, q_logits: Floats) -> float:
 def test_bf16_plan_is_as_close_to_fp32_as_transformers_bf16(
     checkpoint: Checkpoint, prompts: list[list[int]], reference: Transformers, tmp_path: Path
 ) -> None:
-    engine = build(checkpoint, tmp_path, "bf16")
+    engine = build(checkpoint, tmp_path, "bf16", "bf16")
     half = Transformers(checkpoint.origin, "bfloat16")
     exact = [reference.logits(prompt) for prompt in prompts]
     ours = np.mean([kl(e, plan_logits(engine, p)) for e, p in zip(exact, prompts, strict=True)])
     theirs = np.mean([kl(e, half.logits(p)) for e, p in zip(exact, prompts, strict=True)])
     print(f"KL to fp32: plan {ours:.2e}, transformers bf16 {theirs:.2e}")
     assert ours <= 1.2 * theirs
+
+
+def perplexity(logits: list[Floats], prompts: list[list[int]]) -> float:
+    """Of every token of the prompts but each one's first."""
+    losses = []
+    for rows, ids in zip(logits, prompts, strict=True):
+        wide = rows[:-1].astype(np.float64)
+        wide -= wide.max(-1, keepdims=True)
+        losses.append(np.log(np.exp(wide).sum(-1)) - wide[np.arange(len(ids) - 1), ids[1:]])
+    return float(np.exp(np.concatenate(losses).mean()))
+
+
+def test_keep_is_the_files_own_quantization(
+    checkpoint: Checkpoint, prompts: list[list[int]], reference: Transformers, tmp_path: Path
+) -> None:
+    """The reference variant is the dequantized model; the fast one, with int8 activations, is within 2 % of it."""
+    exact = [reference.logits(prompt) for prompt in prompts]
+    slow = build(checkpoint, tmp_path / "reference", Precision("keep", activations="fp32"), "fp32")
+    for want, prompt in zip(exact, prompts, strict=True):
+        assert np.abs(plan_logits(slow, prompt) - want).max() <= 1e-3
+    fast = build(checkpoint, tmp_path / "fast", Precision("keep"), "bf16")
+    ours = perplexity([plan_logits(fast, prompt) for prompt in prompts], prompts)
+    theirs = perplexity(exact, prompts)
+    print(f"perplexity: keep {ours:.3f}, dequantized {theirs:.3f}")
+    assert ours <= 1.02 * theirs
+    stored = sum(info.nbytes for info in checkpoint.tensors.values() if len(info.shape) == 2)
+    rope_and_norms = 2 * 320 * 32 * 4 + 61 * 576 * 4
+    assert (tmp_path / "fast" / "weights.bin").stat().st_size - rope_and_norms <= 1.02 * stored

@@ -1,4 +1,4 @@
-"""The CPU backend in one call: lower → plan memory → emit → compile, and pack the weights."""
+"""The CPU backend: lower → plan memory → emit, then compile the text, and pack the weights."""
 
 from __future__ import annotations
 
@@ -12,18 +12,28 @@ from plankiln.compiler.cpu.emit import emit
 from plankiln.compiler.cpu.lower import lower
 from plankiln.compiler.cpu.memory import plan_memory
 from plankiln.compiler.cpu.pack import weight_offsets, write_weights
-from plankiln.compiler.cpu.program import Program
-from plankiln.compiler.cpu.toolchain import compile_plan, find_compiler, needed_glibc
+from plankiln.compiler.cpu.program import Int8, Program
+from plankiln.compiler.cpu.toolchain import Compiler, compile_plan, find_compiler, needed_glibc
+from plankiln.compiler.formats import Element
+from plankiln.quantize.formats import BlockFormat
 from plankiln.target import Target
 
 Progress = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True)
-class CpuPlan:
-    """What a finished CPU compile left in its directory, and what the manifest says of it."""
+class CpuSource:
+    """A lowered program and the C++ text of its plan: all that compiling and packing start from."""
 
-    files: tuple[str, ...]
+    program: Program
+    target: Target
+    text: str
+
+
+@dataclass(frozen=True)
+class CpuPlan:
+    """What the manifest says of a finished CPU plan."""
+
     kv_bytes_per_token: int
     bytes_per_format: dict[str, int]
     weights: str
@@ -34,56 +44,79 @@ class CpuPlan:
     flags: tuple[str, ...]
 
 
-def compile_cpu(
-    model: ir.Model,
-    target: Target,
-    out_dir: Path,
-    name: str,
-    progress: Progress | None = None,
-    compiler_flags: tuple[str, ...] = (),
-) -> CpuPlan:
-    """Compile a fused graph for one CPU target into out_dir: plan.so, plan.cc, weights.bin.
+def lower_cpu(model: ir.Model, target: Target, name: str) -> CpuSource:
+    """Lower a fused graph for one CPU target; no weight is read. Raises ExportError (no kernel for a node).
 
-    progress(what, done, total) is called as the work goes on; compiler_flags are added to the compiler's. Of the
-    run-time limits only max_context is compiled in, as the length of the RoPE tables. Raises ExportError (no kernel for
-    a node), ToolchainError (no compiler, or it failed), CheckpointError (unreadable or non-finite weights).
+    Of the run-time limits only max_context is compiled in, as the length of the RoPE tables.
     """
     program = lower(model, name)
-    compiler = find_compiler()
-    offsets, weight_bytes = weight_offsets(program)
-    source, plan = out_dir / "plan.cc", out_dir / "plan.so"
-    source.write_text(emit(program, plan_memory(program), offsets, weight_bytes, target.name))
-    if progress:
-        progress("compiling the plan", 0, 1)
-    compile_plan(compiler, source, plan, target, compiler_flags)
-    write_weights(program, out_dir / "weights.bin", progress and (lambda done, total: progress("weights", done, total)))
-    weights, activations = _formats(program)
+    text = emit(program, plan_memory(program), *weight_offsets(program), target.name)
+    return CpuSource(program, target, text)
+
+
+def compile_code(source: CpuSource, compiler: Compiler, out_dir: Path, compiler_flags: tuple[str, ...] = ()) -> str:
+    """Write plan.cc and plan.so to out_dir; returns the oldest glibc that plan.so runs with.
+
+    compiler_flags are added to the compiler's. Raises ToolchainError when the compiler fails.
+    """
+    text, plan = out_dir / "plan.cc", out_dir / "plan.so"
+    text.write_text(source.text)
+    compile_plan(compiler, text, plan, source.target, compiler_flags)
+    return needed_glibc(plan)
+
+
+def pack_weights(source: CpuSource, out_dir: Path, progress: Progress) -> None:
+    """Write weights.bin to out_dir, one tensor in memory at a time; progress("weights", bytes done, bytes in all).
+
+    Raises CheckpointError (unreadable or non-finite weights).
+    """
+    write_weights(source.program, out_dir / "weights.bin", lambda done, total: progress("weights", done, total))
+
+
+def describe_plan(source: CpuSource, compiler: Compiler, glibc: str) -> CpuPlan:
+    """What the manifest says of the plan."""
+    weights, activations = _formats(source.program)
     return CpuPlan(
-        files=("plan.so", "plan.cc", "weights.bin"),
-        kv_bytes_per_token=program.kv_bytes_per_token,
-        bytes_per_format=_bytes_per_format(program),
+        kv_bytes_per_token=source.program.kv_bytes_per_token,
+        bytes_per_format=_bytes_per_format(source.program),
         weights=weights,
         activations=activations,
-        kv_cache=_SHORT[program.kv_element],
+        kv_cache=_SHORT[source.program.kv_element],
         compiler=compiler.version,
-        glibc=needed_glibc(plan),
-        flags=target.flags,
+        glibc=glibc,
+        flags=source.target.flags,
     )
 
 
-_SHORT = {"float32": "fp32", "bfloat16": "bf16"}
+def compile_cpu(
+    model: ir.Model, target: Target, out_dir: Path, name: str, compiler_flags: tuple[str, ...] = ()
+) -> CpuPlan:
+    """All of the above at once: plan.cc, plan.so and weights.bin in out_dir."""
+    source, compiler = lower_cpu(model, target, name), find_compiler()
+    glibc = compile_code(source, compiler, out_dir, compiler_flags)
+    pack_weights(source, out_dir, lambda what, done, total: None)
+    return describe_plan(source, compiler, glibc)
+
+
+_SHORT: dict[Element, str] = {"float32": "fp32", "bfloat16": "bf16"}
+
+
+def _name(form: Element | BlockFormat | Int8) -> str:
+    if isinstance(form, BlockFormat):
+        return form.name
+    return f"int8 g{form.group}" if isinstance(form, Int8) else _SHORT[form]
 
 
 def _formats(program: Program) -> tuple[str, str]:
-    """Weight format and activation arithmetic of the linear layers."""
-    elements = {weight.element for call in program.calls if call.kernel == "linear" for weight in call.weights}
-    names = sorted(_SHORT[element] for element in elements)
-    return "+".join(names), "+".join(names)
+    """Weight formats of the linear layers, and the arithmetic of their activations."""
+    linears = [call for call in program.calls if call.kernel == "linear"]
+    weights = {_name(call.weights[0].format) for call in linears}
+    activations = {_name(call.read[0].element) for call in linears}
+    return " + ".join(sorted(weights)), " + ".join(sorted(activations))
 
 
 def _bytes_per_format(program: Program) -> dict[str, int]:
     sizes: dict[str, int] = {}
     for weight in program.weights:
-        name = _SHORT[weight.element]
-        sizes[name] = sizes.get(name, 0) + weight.nbytes
+        sizes[_name(weight.format)] = sizes.get(_name(weight.format), 0) + weight.nbytes
     return sizes

@@ -7,9 +7,11 @@ from collections.abc import Sequence
 from itertools import groupby, pairwise
 
 from plankiln.compiler.cpu.memory import Arena
-from plankiln.compiler.cpu.program import ELEMENT_BYTES, Buffer, Call, Program, Weight
+from plankiln.compiler.cpu.program import Buffer, Call, Int8, Program, Weight
+from plankiln.compiler.formats import NUMPY, Element
+from plankiln.quantize.formats import BlockFormat
 
-_C_TYPE = {"float32": "float", "bfloat16": "bf16"}
+_C_TYPE: dict[Element, str] = {"float32": "float", "bfloat16": "bf16"}
 
 
 def emit(program: Program, arena: Arena, offsets: dict[Weight, int], weight_bytes: int, target: str) -> str:
@@ -32,7 +34,7 @@ class _Emitter:
         body = self.body()
         p = self.program
         info = (
-            f"PLANKILN_ABI, {p.layers}, {p.kv_heads}, {p.head_dim}, {ELEMENT_BYTES[p.kv_element]}, "
+            f"PLANKILN_ABI, {p.layers}, {p.kv_heads}, {p.head_dim}, {NUMPY[p.kv_element].itemsize}, "
             f"{p.vocab}, {p.max_context}, {self.arena.bytes_per_token}, {self.weight_bytes}"
         )
         return [
@@ -41,6 +43,7 @@ class _Emitter:
             '#include "plan.h"',
             "",
             f"using KV = {_C_TYPE[p.kv_element]};  // element of the cache",
+            *(f"using {_format_name(form)} = {_quantized(form)};" for form in self.formats()),
             f"constexpr Heads HEADS = {{{p.heads}, {p.kv_heads}, {p.head_dim}}};  // query, key/value; head size",
             "",
             "// Byte offsets of the weights; those of a layer are relative to its first byte.",
@@ -61,10 +64,15 @@ class _Emitter:
             "}",
         ]
 
+    def formats(self) -> list[BlockFormat]:
+        """Low-bit formats of the weights, in order of use."""
+        used = (weight.format for weight in self.program.weights)
+        return list(dict.fromkeys(form for form in used if isinstance(form, BlockFormat)))
+
     def activations(self) -> list[str]:
         lines = []
         for buffer in dict.fromkeys(b for call in self.program.calls for b in (*call.read, *call.write)):
-            kind = _C_TYPE[buffer.element]
+            kind = f"Int8<{buffer.element.group}>" if isinstance(buffer.element, Int8) else _C_TYPE[buffer.element]
             if buffer in self.arena.offsets:
                 place = f"activation<{kind}>(s, {self.arena.offsets[buffer]});"
                 lines.append(f"  {kind}* {buffer.name} = {place}  // [T, {buffer.width}]")
@@ -146,7 +154,7 @@ class _Emitter:
         match call.kernel:
             case "embed":
                 table = call.weights[0]
-                return f"embed<{_C_TYPE[table.element]}>(t, {out.name}, {weights[0]}, s.input_ids, T, {table.k});"
+                return f"{_kernel('embed', table)}(t, {out.name}, {weights[0]}, s.input_ids, T, {table.k});"
             case "rms_norm":
                 epsilon = _float(params["epsilon"])
                 return f"rms_norm(t, {out.name}, {source.name}, {weights[0]}, T, {out.width}, {epsilon});"
@@ -163,7 +171,8 @@ class _Emitter:
                 )
             case "linear":
                 weight = call.weights[0]
-                return f"linear(t, {_where(out)}, {source.name}, {weights[0]}, {rows}, {weight.n}, {weight.k});"
+                name = _kernel("linear", weight)
+                return f"{name}(t, {_where(out)}, {source.name}, {weights[0]}, {rows}, {weight.n}, {weight.k});"
             case "add_bias":
                 return f"add_bias(t, {_where(out)}, {weights[0]}, {rows}, {out.width});"
             case "rope_and_cache":
@@ -179,6 +188,8 @@ class _Emitter:
                 )
             case "silu_mul":
                 return f"silu_mul(t, {out.name}, {source.name}, T, {out.width});"
+            case "quantize_rows":
+                return f"quantize_rows(t, {out.name}, {source.name}, {rows}, {out.width});"
             case "gather_rows":
                 return f"gather_rows(t, {out.name}, {source.name}, s.logit_rows, R, {out.width});"
         raise ValueError(f"no text for kernel {call.kernel}")
@@ -199,6 +210,21 @@ def _layer_start(calls: Sequence[Call], attention: int) -> int:
     while qkv in calls[start - 1].write:
         start -= 1
     return start
+
+
+def _format_name(form: BlockFormat) -> str:
+    return f"Int{form.bits}{'Min' if form.minimum else ''}G{form.group}"
+
+
+def _quantized(form: BlockFormat) -> str:
+    return f"Quantized<{form.bits}, {form.group}, {str(form.minimum).lower()}>"
+
+
+def _kernel(name: str, weight: Weight) -> str:
+    """The kernel's name for the format its weight is stored in."""
+    if isinstance(weight.format, BlockFormat):
+        return {"linear": "quantized_linear", "embed": "embed_quantized"}[name] + f"<{_format_name(weight.format)}>"
+    return f"{name}<{_C_TYPE[weight.format]}>" if name == "embed" else name
 
 
 def _float(value: int | float) -> str:

@@ -8,10 +8,12 @@ from dataclasses import dataclass
 import numpy as np
 import onnx_ir as ir
 
-from plankiln.compiler.cpu.program import Buffer, Call, Element, Program, Weight
-from plankiln.compiler.weights import reference_of
+from plankiln.compiler.blocks import BlockReference
+from plankiln.compiler.cpu.program import Buffer, Call, Int8, Program, Weight
+from plankiln.compiler.formats import Element
+from plankiln.compiler.matrices import matrix_behind
 from plankiln.errors import ExportError
-from plankiln.plugins import fused_ops
+from plankiln.plugins import fused_ops, quantized_ops
 from plankiln.plugins.paged_attention import schema
 
 
@@ -52,6 +54,9 @@ class _Lowering:
             "Reshape": self.reshape,
             schema.OP_TYPE: self.attention,
             fused_ops.SILU_MUL: self.silu_mul,
+            "DequantizeLinear": self.cast,
+            quantized_ops.DEQUANTIZE_BLOCKS: self.cast,
+            quantized_ops.DYNAMIC_QUANTIZE: self.quantize,
         }
 
     def run(self) -> Program:
@@ -101,7 +106,7 @@ class _Lowering:
             raise self.no_kernel(node, " on some columns of a tensor")
         return view.buffer
 
-    def define(self, value: ir.Value, name: str, width: int, element: Element = "float32") -> Buffer:
+    def define(self, value: ir.Value, name: str, width: int, element: Element | Int8 = "float32") -> Buffer:
         """The buffer that holds `value` from here on. Layers share buffers; a name with two shapes gets a suffix."""
         buffer = Buffer(name, width, element)
         if self.buffers.setdefault(name, buffer) != buffer:
@@ -110,28 +115,30 @@ class _Lowering:
         self.views[value] = View(buffer, 0, width, self.versions[buffer])
         return buffer
 
-    def element(self, value: ir.Value) -> Element:
-        """bf16 when every reader rounds the value to bf16 anyway: then the producer rounds once."""
+    def element(self, value: ir.Value) -> Element | Int8:
+        """What every reader of the value turns it into: then the producer writes that. Else float32."""
 
-        def rounds(node: ir.Node) -> bool:
-            if node.op_type == "Cast":
-                return node.attributes["to"].as_int() == ir.DataType.BFLOAT16
-            return node.op_type == "Gather" and self.element(node.outputs[0]) == "bfloat16"
+        def reads(node: ir.Node) -> Element | Int8:
+            if node.op_type == "Cast" and node.attributes["to"].as_int() == ir.DataType.BFLOAT16:
+                return "bfloat16"
+            if node.op_type == quantized_ops.DYNAMIC_QUANTIZE:
+                return Int8(node.attributes["group"].as_int())
+            return self.element(node.outputs[0]) if node.op_type == "Gather" else "float32"
 
-        users = [use.node for use in value.uses()]
-        return "bfloat16" if users and all(map(rounds, users)) else "float32"
+        kinds = {reads(use.node) for use in value.uses()}
+        return kinds.pop() if len(kinds) == 1 else "float32"
 
-    def weight(self, value: ir.Value) -> Weight:
-        """The [N, K] weight behind a (possibly bf16 → float32 cast, possibly transposed) initializer."""
-        producer = value.producer()
-        if producer is not None and producer.op_type == "Cast":
-            return self.weight(self.value(producer, 0))
-        reference = reference_of(value)
+    def weight(self, node: ir.Node, index: int) -> Weight:
+        """The [N, K] matrix behind an input, transposed or not, in the format it is stored in."""
+        value = self.value(node, index)
+        reference = matrix_behind(value)
         if reference is None:
-            raise ExportError("a linear layer's weight is not a checkpoint reference", f"value `{value.name}`")
-        shape = reference.shape[::-1] if reference.transposed else reference.shape
+            raise self.no_kernel(node, f" by `{value.name}`, which is not a checkpoint's matrix")
         name = "+".join(part.tensor for part in reference.parts)
-        return Weight(name, "tiles", reference.dtype, shape[0], shape[1], reference.rows, reference.parts)
+        n, k = reference.shape[::-1] if reference.transposed else reference.shape
+        if isinstance(reference, BlockReference):
+            return Weight(name, "tiles", reference.format, n, k, reference.blocks, reference.parts)
+        return Weight(name, "tiles", reference.dtype, n, k, reference.rows, reference.parts)
 
     def vector(self, value: ir.Value) -> Weight:
         """A float32 initializer kept as it is: a norm's weight, a bias, a RoPE table."""
@@ -145,7 +152,7 @@ class _Lowering:
             "float32",
             rows,
             columns[0] if columns else 1,
-            lambda: tensor.numpy().astype(np.float32),
+            lambda: np.asarray(tensor.numpy(), np.float32),
         )
 
     def emit(
@@ -161,10 +168,9 @@ class _Lowering:
     # -- one method per op -----------------------------------------------------------------------------------------
 
     def gather(self, node: ir.Node) -> None:
-        source, rows = self.value(node, 0), self.value(node, 1)
-        output = node.outputs[0]
+        rows, output = self.value(node, 1), node.outputs[0]
         if rows.name == "input_ids":
-            table = self.weight(source)
+            table = self.weight(node, 0)
             self.emit("embed", self.define(output, "hidden", table.k), weights=(table,))
         elif rows.name == "logit_rows":
             buffer = self.buffer(node, 0)
@@ -173,19 +179,25 @@ class _Lowering:
             raise self.no_kernel(node, f" by `{rows.name}`")
 
     def cast(self, node: ir.Node) -> None:
-        """Casts round where the producer already did, or widen: no kernel of their own."""
+        """Casts and dequantizations have no kernel of their own: producers round, linears read what is stored."""
         source = self.value(node, 0)
-        if source in self.views:
-            self.views[node.outputs[0]] = self.views[source]
-        elif reference_of(source) is None:
-            raise self.no_kernel(node)
+        if source.const_value is None:
+            self.views[node.outputs[0]] = self.view(node, 0)
+
+    def quantize(self, node: ir.Node) -> None:
+        """Activations to int8: nothing to do where their producer wrote them so."""
+        view, kind = self.view(node, 0), Int8(node.attributes["group"].as_int())
+        if view.buffer.element == kind:
+            self.views[node.outputs[0]] = view
+            return
+        source = self.buffer(node, 0)
+        name = f"{source.name}_int8"
+        self.emit("quantize_rows", self.define(node.outputs[0], name, source.width, kind), source)
 
     def norm(self, node: ir.Node) -> None:
         view, weight = self.view(node, 0), self.vector(self.value(node, 1))
         epsilon = node.attributes["epsilon"].as_float()
-        if (
-            view.width != view.buffer.width or view.width != weight.n
-        ):  # heads of a row: query-key normalization, in place
+        if view.width != view.buffer.width or view.width != weight.n:  # query-key normalization, in place
             heads, left = divmod(view.width, weight.n)
             if left:
                 raise self.no_kernel(node, f" of {weight.n} in rows of {view.width}")
@@ -214,9 +226,13 @@ class _Lowering:
         self.calls.append(Call("add_rms_norm", (out, residual), (residual, x), (weight,), (("epsilon", epsilon),)))
 
     def linear(self, node: ir.Node) -> None:
-        x, weight = self.buffer(node, 0), self.weight(self.value(node, 1))
-        if x.element != weight.element:
-            raise self.no_kernel(node, f" of {x.element} activations by {weight.element} weights")
+        x, weight = self.buffer(node, 0), self.weight(node, 1)
+        if isinstance(weight.format, str):
+            fits = x.element == weight.format
+        else:
+            fits = x.element in ("float32", Int8(weight.format.group))
+        if not fits:
+            raise self.no_kernel(node, f" of {x.element} activations by {weight.format} weights")
         output = node.outputs[0]
         if output.name == "logits":
             self.vocab = weight.n
@@ -272,7 +288,10 @@ class _Lowering:
             v=v.offset,
             scale=a["scale"].as_float(),
         )
-        attended = self.define(node.outputs[0], "attended", q.width, self.element(node.outputs[0]))
+        element = self.element(node.outputs[0])
+        if isinstance(element, Int8):  # its units are heads, which need not be whole groups
+            element = "float32"
+        attended = self.define(node.outputs[0], "attended", q.width, element)
         window = a["local_window_size"].as_int()
         self.emit("attention", attended, q.buffer, layer=layer, q=q.offset, window=window)
 

@@ -9,8 +9,15 @@ from typing import Any, Literal
 
 from numpy.typing import NDArray
 
-Element = Literal["float32", "bfloat16"]
-ELEMENT_BYTES: dict[Element, int] = {"float32": 4, "bfloat16": 2}
+from plankiln.compiler.formats import NUMPY, Element
+from plankiln.quantize.formats import BlockFormat, Blocks
+
+
+@dataclass(frozen=True)
+class Int8:
+    """Activations as int8 with a float scale for every `group` columns (plugins/cpu/int8_rows.h)."""
+
+    group: int
 
 
 @dataclass(frozen=True)
@@ -19,18 +26,20 @@ class Buffer:
 
     name: str
     width: int
-    element: Element = "float32"
+    element: Element | Int8 = "float32"
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of one row; bf16 rows are padded to pairs, as the linear kernel reads them."""
-        width = self.width if self.element == "float32" else (self.width + 1) // 2 * 2
-        return width * ELEMENT_BYTES[self.element]
+        """Bytes of one row as the linear kernels read it: bf16 padded to pairs, int8 with its scales and sums."""
+        if isinstance(self.element, Int8):
+            return _aligned(self.width + self.width // self.element.group * 8)
+        width = self.width if self.element == "float32" else _aligned(self.width, 2)
+        return width * NUMPY[self.element].itemsize
 
 
 @dataclass(frozen=True)
 class Weight:
-    """One packed tensor of weights.bin. `rows()` reads it as the checkpoint lies: [n, k], or [n] for a vector.
+    """One packed tensor of weights.bin. `read()` gives it as the checkpoint lies: [n, k], or [n] for a vector.
 
     parts: which rows of which checkpoint tensors it is. Two uses of the same rows (a tied embedding) compare equal and
     are stored once.
@@ -38,19 +47,21 @@ class Weight:
 
     name: str
     layout: Literal["tiles", "vector"]
-    element: Element
+    format: Element | BlockFormat
     n: int
     k: int
-    rows: Callable[[], NDArray[Any]] = field(compare=False, repr=False)
+    read: Callable[[], NDArray[Any] | Blocks] = field(compare=False, repr=False)
     parts: tuple[object, ...] = ()
 
     @property
     def nbytes(self) -> int:
-        """Packed size in bytes (see plugins/cpu/linear.h)."""
+        """Packed size in bytes, in tiles of 16 rows (plugins/cpu/linear.h) or, for low bits, 32 (quantized.h)."""
+        if isinstance(self.format, BlockFormat):
+            return self.format.nbytes(_aligned(self.n, 32), self.k)
+        size = NUMPY[self.format].itemsize
         if self.layout == "vector":
-            return self.n * self.k * ELEMENT_BYTES[self.element]
-        pair = 4 // ELEMENT_BYTES[self.element]
-        return -(-self.n // 16) * 16 * -(-self.k // pair) * pair * ELEMENT_BYTES[self.element]
+            return self.n * self.k * size
+        return _aligned(self.n, 16) * _aligned(self.k, 4 // size) * size
 
 
 @dataclass(frozen=True)
@@ -69,7 +80,7 @@ class Call:
     @property
     def shape(self) -> tuple[object, ...]:
         """What must agree for two calls to be one line of a loop over layers."""
-        weights = tuple((w.layout, w.element, w.n, w.k) for w in self.weights)
+        weights = tuple((w.layout, w.format, w.n, w.k) for w in self.weights)
         params = tuple(name if name == "layer" else (name, value) for name, value in self.params)
         return self.kernel, self.write, self.read, weights, params
 
@@ -101,4 +112,8 @@ class Program:
     @property
     def kv_bytes_per_token(self) -> int:
         """Key and value bytes one token takes in all layers."""
-        return 2 * self.layers * self.kv_heads * self.head_dim * ELEMENT_BYTES[self.kv_element]
+        return 2 * self.layers * self.kv_heads * self.head_dim * NUMPY[self.kv_element].itemsize
+
+
+def _aligned(size: int, unit: int = 64) -> int:
+    return -(-size // unit) * unit

@@ -6,6 +6,7 @@ import os
 import re
 import shlex
 import shutil
+import signal
 import subprocess
 from dataclasses import dataclass
 from importlib.resources import files
@@ -34,12 +35,17 @@ class Compiler:
 def find_compiler() -> Compiler:
     """$CXX if set, else g++, else clang++. Raises ToolchainError when there is none that answers."""
     named = os.environ.get("CXX")
-    candidates = [shlex.split(named)] if named else [["g++"], ["clang++"], ["c++"]]
+    try:
+        candidates = [shlex.split(named)] if named else [["g++"], ["clang++"], ["c++"]]
+    except ValueError as error:
+        raise ToolchainError(f"not a command ({error})", f"CXX=`{named}`", _INSTALL) from None
     for command in candidates:
         if not command or not shutil.which(command[0]):
             continue
         try:
-            answer = subprocess.run([*command, "--version"], capture_output=True, text=True, timeout=60, check=True)
+            answer = subprocess.run(
+                [*command, "--version"], capture_output=True, text=True, errors="replace", timeout=60, check=True
+            )
         except (OSError, subprocess.SubprocessError):
             continue
         return Compiler(tuple(command), answer.stdout.splitlines()[0] if answer.stdout else "unknown")
@@ -49,20 +55,25 @@ def find_compiler() -> Compiler:
 
 
 def compile_plan(compiler: Compiler, source: Path, output: Path, target: Target, extra: tuple[str, ...] = ()) -> None:
-    """Compile plan.cc to a shared object for the target. Raises ToolchainError with the compiler's first complaint."""
+    """Compile plan.cc to a shared object for the target. Raises ToolchainError with the compiler's first complaint.
+
+    However this ends, no process of the compiler is left.
+    """
     level = "-O2" if target.isa == "generic" else "-O3"  # -O3 on the portable variant: six times the compile time
     options = [level, *FLAGS, *target.march, *extra, "-I", str(KERNELS)]
     command = [*compiler.command, *options, str(source), "-o", str(output)]
     try:
-        run = subprocess.run(command, capture_output=True, text=True, timeout=600, env={**os.environ, "LC_ALL": "C"})
+        status, said = _run(command, timeout=600)
     except subprocess.TimeoutExpired:
         raise ToolchainError("the compiler did not finish within 600 s", f"`{compiler.command[0]}`") from None
     except OSError as error:
         raise ToolchainError(f"the compiler could not be started: {error}", f"`{compiler.command[0]}`") from None
-    if run.returncode == 0:
+    if status == 0 and output.is_file():
         return
-    complaints = [line for line in run.stderr.splitlines() if re.search(r"error|unrecognized|unknown|fatal", line)]
-    first = (complaints or run.stderr.splitlines() or [f"exit status {run.returncode}"])[0].strip()
+    complaints = [line for line in said.splitlines() if re.search(r"error|unrecognized|unknown|fatal", line)]
+    first = (complaints or said.splitlines() or [f"exit status {status}"])[0].strip()
+    if status == 0:
+        first = f"the compiler wrote no {output.name}"
     if any(flag in first for flag in ("-march", "-mavx")):
         raise ToolchainError(
             f"the compiler does not know target `{target.name}`: {first}",
@@ -74,6 +85,20 @@ def compile_plan(compiler: Compiler, source: Path, output: Path, target: Target,
         f"`{' '.join(compiler.command)}` ({compiler.version})",
         f"the whole command was `{shlex.join(command)}`",
     )
+
+
+def _run(command: list[str], timeout: float) -> tuple[int, str]:
+    """Exit status and stderr. The compiler's own children are killed with it when the wait for it ends early."""
+    pipe, environment = subprocess.PIPE, {**os.environ, "LC_ALL": "C"}
+    with subprocess.Popen(
+        command, stdout=pipe, stderr=pipe, text=True, errors="replace", env=environment, start_new_session=True
+    ) as process:
+        try:
+            _, said = process.communicate(timeout=timeout)
+        finally:
+            if process.returncode is None:
+                os.killpg(process.pid, signal.SIGKILL)
+    return process.returncode, said
 
 
 def needed_glibc(plan: Path) -> str:

@@ -8,17 +8,17 @@ from dataclasses import dataclass
 import onnx_ir as ir
 
 from plankiln.compiler import graph as g
+from plankiln.compiler.matrices import MatrixReference, add_matrix, joined_reference, matrix_behind
 from plankiln.compiler.weights import concatenated, reference_of
 
 
 @dataclass(frozen=True)
 class Linear:
-    """`output` = x @ W (+ bias). `cast` is the Cast of a bf16 matrix to float32, None for a float32 matrix."""
+    """`output` = x @ W (+ bias); `matrix` is the reference behind W."""
 
     output: ir.Value
     matmul: ir.Node
-    matrix: ir.Value
-    cast: ir.Node | None
+    matrix: MatrixReference
     bias: ir.Value | None
 
     @property
@@ -28,9 +28,7 @@ class Linear:
     @property
     def width(self) -> int:
         """Columns of the output."""
-        width = g.dimensions(self.matrix)[1]
-        assert isinstance(width, int)
-        return width
+        return self.matrix.shape[1]
 
 
 def linear_behind(value: ir.Value | None) -> Linear | None:
@@ -40,31 +38,29 @@ def linear_behind(value: ir.Value | None) -> Linear | None:
     matmul = g.producer(add.inputs[0], "MatMul") if add and bias else g.producer(value, "MatMul")
     if matmul is None or value is None:
         return None
-    cast = g.producer(matmul.inputs[1], "Cast")
-    matrix = cast.inputs[0] if cast else matmul.inputs[1]
-    if matrix is None or reference_of(matrix) is None:
-        return None
-    return Linear(value, matmul, matrix, cast, bias)
+    matrix = matrix_behind(matmul.inputs[1])
+    return None if matrix is None else Linear(value, matmul, matrix, bias)
 
 
 def joined(graph: ir.Graph, linears: Sequence[Linear], old: str, new: str) -> ir.Value | None:
     """One linear whose output columns are those of all, put after the last of them; its output.
 
-    Its matrix is a Reference to all their rows. `old` → `new` turns the first one's names into the joint ones. None,
-    and nothing changed, when the linears do not read one input or do not agree about bias, type or layer.
+    Its matrix is a reference to all their rows. `old` → `new` turns the first one's names into the joint ones. None,
+    and nothing changed, when the linears do not read one input or do not agree about bias, format or layer.
     """
     first = linears[0]
-    alike = {(linear.x, linear.bias is None, linear.cast is None, g.layer_of(linear.matmul)) for linear in linears}
+    alike = {(linear.x, linear.bias is None, g.layer_of(linear.matmul)) for linear in linears}
     if len(alike) != 1 or len({linear.matmul for linear in linears}) != len(linears):
         return None
+    try:
+        reference = joined_reference([linear.matrix for linear in linears])
+    except ValueError:
+        return None
     layer, anchor = g.layer_of(first.matmul), last_of(graph, [linear.matmul for linear in linears])
-    matrix = _joint_weight(graph, [linear.matrix for linear in linears], old, new)
-    if first.cast is not None:
-        wide = g.value(f"{matrix.name}.float32", g.FLOAT, g.dimensions(matrix))
-        anchor = _after(graph, anchor, g.node("Cast", [matrix], [wide], {"to": int(g.FLOAT)}, layer=layer))
-        matrix = wide
-    shape = [g.dimensions(first.output)[0], sum(linear.width for linear in linears)]
     name = str(first.output.name).replace(old, new)
+    matrix = add_matrix(graph, f"{name}.weight", reference, layer, after=anchor)
+    anchor = matrix.producer() or anchor
+    shape = [g.dimensions(first.output)[0], sum(linear.width for linear in linears)]
     product = g.value(f"{name}.product" if first.bias else name, g.FLOAT, shape)
     anchor = _after(graph, anchor, g.node("MatMul", [first.x, matrix], [product], layer=layer))
     if first.bias is None:

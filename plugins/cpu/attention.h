@@ -71,17 +71,21 @@ struct Rows {
   alignas(64) float acc[ROWS][MAX_DIM];
 };
 
-// scores[r][j] = q[r] · k[j] for the sixteen positions of one K tile
-template <class C, int R>
-static void tile_scores(Rows& rows, const C* kt, int64_t dim, int column) {
-  v16 acc[R];
-  for (int r = 0; r < R; ++r) acc[r] = zero();
-  for (int64_t d = 0; d < dim; ++d) {
-    v16 key = load(kt + d * 16);
+// scores[r][j] = q[r] · k[j] for TILES K tiles of sixteen positions, from `column` on
+template <class C, int R, int TILES>
+static void tile_scores(Rows& rows, const C* const* k, int64_t dim, int column) {
+  v16 acc[TILES][R];
+  for (int i = 0; i < TILES; ++i)
+    for (int r = 0; r < R; ++r) acc[i][r] = zero();
+  for (int64_t d = 0; d < dim; ++d)
+#pragma GCC unroll 4
+    for (int i = 0; i < TILES; ++i) {
+      v16 key = load(k[i] + d * 16);
 #pragma GCC unroll 8
-    for (int r = 0; r < R; ++r) acc[r] = fma(key, set1(rows.q[r][d]), acc[r]);
-  }
-  for (int r = 0; r < R; ++r) store(rows.scores[r] + column, acc[r]);
+      for (int r = 0; r < R; ++r) acc[i][r] = fma(key, set1(rows.q[r][d]), acc[i][r]);
+    }
+  for (int i = 0; i < TILES; ++i)
+    for (int r = 0; r < R; ++r) store(rows.scores[r] + column + 16 * i, acc[i][r]);
 }
 
 // acc[r] += Σ_j scores[r][j] · v[j] for columns from … to of the tile
@@ -144,6 +148,23 @@ PK_INLINE void softmax_tile(Rows& rows, int r, int64_t start, int64_t dim) {
   rows.total[r] += sum(total);
 }
 
+// Asks for the keys and values of the tile that starts at `start`: blocks lie anywhere, which no hardware foresees.
+// Worth it for few rows, where reading the cache is most of the work.
+template <class C>
+PK_INLINE void prefetch_tile(const pk_step& s, const uint8_t* k_cache, const uint8_t* v_cache, const int32_t* table, int64_t kv_head, const Heads& heads,
+                             int64_t start, int64_t last) {
+  const int64_t bytes = heads.dim * 16 * static_cast<int64_t>(sizeof(C));
+  for (int64_t place = start; place <= last && place < start + TILE; place += 16) {
+    int64_t block = table[place / s.block_size], slot = place % s.block_size;
+    const char* k = reinterpret_cast<const char*>(k_tile<C>(const_cast<uint8_t*>(k_cache), heads, s.block_size, block, kv_head, slot));
+    const char* v = reinterpret_cast<const char*>(v_row<C>(const_cast<uint8_t*>(v_cache), heads, s.block_size, block, kv_head, slot));
+    for (int64_t i = 0; i < bytes; i += 64) {
+      __builtin_prefetch(k + i);
+      __builtin_prefetch(v + i);
+    }
+  }
+}
+
 template <class C, int R>
 static void walk_cache(Rows& rows, const pk_step& s, const uint8_t* k_cache, const uint8_t* v_cache, const int32_t* table, int64_t kv_head, const Heads& heads) {
   int64_t first = rows.first[0], last = rows.last[0];
@@ -157,12 +178,17 @@ static void walk_cache(Rows& rows, const pk_step& s, const uint8_t* k_cache, con
   }
   for (int64_t start = first / TILE * TILE; start <= last; start += TILE) {
     int from = static_cast<int>(first > start ? first - start : 0), to = static_cast<int>(last + 1 - start < TILE ? last + 1 - start : TILE);
-    const C* values[TILE / 16];
+    if (R <= 4 && start + TILE <= last) prefetch_tile<C>(s, k_cache, v_cache, table, kv_head, heads, start + TILE, last);
+    const C *keys[TILE / 16], *values[TILE / 16];
     for (int column = from / 16 * 16; column < to; column += 16) {
       int64_t block = table[(start + column) / s.block_size], slot = (start + column) % s.block_size;
-      tile_scores<C, R>(rows, k_tile<C>(const_cast<uint8_t*>(k_cache), heads, s.block_size, block, kv_head, slot), heads.dim, column);
+      keys[column / 16] = k_tile<C>(const_cast<uint8_t*>(k_cache), heads, s.block_size, block, kv_head, slot);
       values[column / 16] = v_row<C>(const_cast<uint8_t*>(v_cache), heads, s.block_size, block, kv_head, slot);
     }
+    constexpr int AT_ONCE = R <= 4 ? 4 : 2;  // enough chains of multiply-adds to fill their latency
+    int column = from / 16 * 16;
+    for (; column + 16 * AT_ONCE <= to; column += 16 * AT_ONCE) tile_scores<C, R, AT_ONCE>(rows, keys + column / 16, heads.dim, column);
+    for (; column < to; column += 16) tile_scores<C, R, 1>(rows, keys + column / 16, heads.dim, column);
     for (int r = 0; r < R; ++r) softmax_tile(rows, r, start, heads.dim);
     tile_values<C, R>(rows, values, heads.dim, from, to);
   }

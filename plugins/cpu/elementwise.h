@@ -1,6 +1,7 @@
-// Row-wise kernels: embedding, norms, gated activation. X and Y are float or bf16; arithmetic is float.
+// Row-wise kernels: embedding, norms, gated activation. Y is float, bf16 or Int8<G>; arithmetic is float.
 // Threads take rows; each row's bits depend on that row alone.
 #pragma once
+#include "int8_rows.h"
 #include "simd.h"
 #include "threads.h"
 
@@ -18,10 +19,16 @@ static void embed(Thread& t, float* y, const uint8_t* packed, const int32_t* ids
 }
 
 // Elements from one row of a linear layer's input to the next: bf16 rows are padded to pairs, the pad is zero.
-template <class T> PK_INLINE int64_t row_stride(int64_t width) { return sizeof(T) == 4 ? width : (width + 1) / 2 * 2; }
-template <class T> PK_INLINE void zero_pad(T* row, int64_t width) {
-  if (row_stride<T>(width) != width) row[width] = from_float<T>(0.0f);
+PK_INLINE int64_t row_stride(const float*, int64_t width) { return width; }
+PK_INLINE int64_t row_stride(const bf16*, int64_t width) { return (width + 1) / 2 * 2; }
+template <int G> PK_INLINE int64_t row_stride(const Int8<G>*, int64_t width) { return int8_stride<G>(width); }
+PK_INLINE void zero_pad(float*, int64_t) {}
+PK_INLINE void zero_pad(bf16* row, int64_t width) {
+  if (width % 2) row[width] = to_bf16(0.0f);
 }
+
+// A row of floats for a kernel that rounds a whole row at its end. Not inlined into a loop, or the stack would grow.
+#define PK_SCRATCH(name, width) float* name = static_cast<float*>(__builtin_alloca(static_cast<size_t>(width) * sizeof(float)))
 
 // A row of `width`, sixteen lanes at a time; f(offset, lanes).
 template <class F> PK_INLINE void lanes(int64_t width, F f) {
@@ -44,11 +51,17 @@ PK_INLINE void norm_row(Y* y, const float* x, const float* weight, int64_t width
   lanes(width, [&](int64_t i, int n) { store_some(y + i, mul(mul(load_some(x + i, n), scale), load_some(weight + i, n)), n); });
   zero_pad(y, width);
 }
+template <int G>
+static __attribute__((noinline)) void norm_row(Int8<G>* y, const float* x, const float* weight, int64_t width, float epsilon) {
+  PK_SCRATCH(row, width);
+  norm_row(row, x, weight, width, epsilon);
+  quantize_row(y, row, width);
+}
 
 template <class Y>
 static void rms_norm(Thread& t, Y* y, const float* x, const uint8_t* weight, int64_t rows, int64_t width, float epsilon) {
   each(t, rows, [&](int64_t m) {
-    norm_row(y + m * row_stride<Y>(width), x + m * width, reinterpret_cast<const float*>(weight), width, epsilon);
+    norm_row(y + m * row_stride(y, width), x + m * width, reinterpret_cast<const float*>(weight), width, epsilon);
   });
 }
 
@@ -58,7 +71,7 @@ static void add_rms_norm(Thread& t, Y* y, float* residual, const float* x, const
   each(t, rows, [&](int64_t m) {
     float* h = residual + m * width;
     lanes(width, [&](int64_t i, int n) { store_some(h + i, add(load_some(h + i, n), load_some(x + m * width + i, n)), n); });
-    norm_row(y + m * row_stride<Y>(width), h, reinterpret_cast<const float*>(weight), width, epsilon);
+    norm_row(y + m * row_stride(y, width), h, reinterpret_cast<const float*>(weight), width, epsilon);
   });
 }
 
@@ -72,18 +85,28 @@ static inline void head_norm(Thread& t, float* x, int64_t stride, const uint8_t*
   });
 }
 
-// y = silu(gate) * up. gate_up [rows, 2*width] holds gate then up; y [rows, width]
+// y = silu(gate) * up, one row
+template <class Y> PK_INLINE void silu_row(Y* y, const float* gate, const float* up, int64_t width) {
+  lanes(width, [&](int64_t i, int n) {
+    v16 g = load_some(gate + i, n);
+    v16 sigmoid = div(set1(1.0f), add(set1(1.0f), exp(sub(zero(), g))));
+    store_some(y + i, mul(mul(g, sigmoid), load_some(up + i, n)), n);
+  });
+  zero_pad(y, width);
+}
+template <int G>
+static __attribute__((noinline)) void silu_row(Int8<G>* y, const float* gate, const float* up, int64_t width) {
+  PK_SCRATCH(row, width);
+  silu_row(row, gate, up, width);
+  quantize_row(y, row, width);
+}
+
+// gate_up [rows, 2*width] holds gate then up; y [rows, width]
 template <class Y>
 static void silu_mul(Thread& t, Y* y, const float* gate_up, int64_t rows, int64_t width) {
   each(t, rows, [&](int64_t m) {
-    const float *gate = gate_up + m * 2 * width, *up = gate + width;
-    Y* row = y + m * row_stride<Y>(width);
-    lanes(width, [&](int64_t i, int n) {
-      v16 g = load_some(gate + i, n);
-      v16 sigmoid = div(set1(1.0f), add(set1(1.0f), exp(sub(zero(), g))));
-      store_some(row + i, mul(mul(g, sigmoid), load_some(up + i, n)), n);
-    });
-    zero_pad(row, width);
+    const float* gate = gate_up + m * 2 * width;
+    silu_row(y + m * row_stride(y, width), gate, gate + width, width);
   });
 }
 
@@ -95,9 +118,9 @@ static inline void add_bias(Thread& t, float* x, const uint8_t* bias, int64_t ro
   });
 }
 
-// y[m, :] = x[rows[m], :], rows row_stride<T>(width) apart
+// y[m, :] = x[rows[m], :], rows row_stride(x, width) apart
 template <class T>
 static void gather_rows(Thread& t, T* y, const T* x, const int32_t* rows, int64_t count, int64_t width) {
-  int64_t stride = row_stride<T>(width);
+  int64_t stride = row_stride(x, width);
   each(t, count, [&](int64_t m) { memcpy(y + m * stride, x + rows[m] * stride, static_cast<size_t>(stride) * sizeof(T)); });
 }

@@ -4,6 +4,7 @@
 #include "attention.h"
 #include "elementwise.h"
 #include "linear.h"
+#include "quantized.h"
 #include "simd.h"
 #include "threads.h"
 

@@ -5,7 +5,8 @@
 #include <cstring>
 #if defined(__AVX2__)
 #pragma GCC diagnostic push
-#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"  // a false alarm inside GCC 12's own header
+#pragma GCC diagnostic ignored "-Wuninitialized"  // false alarms inside GCC 12's own header
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
 #include <immintrin.h>
 #pragma GCC diagnostic pop
 #endif
@@ -194,7 +195,28 @@ PK_INLINE void store_n(bf16* p, v16 a, int n) {
   memcpy(p, full, static_cast<size_t>(n) * sizeof(bf16));
 }
 
-// Sums and maxima across lanes, halving: the order is fixed, so the bits are.
+// Sums and maxima across lanes, halving: the order is fixed, so the bits are the same on every instruction set.
+#if defined(PK_AVX512) || defined(PK_AVX2)
+#if defined(PK_AVX512)
+PK_INLINE __m256 upper_half(v16 a) { return _mm512_extractf32x8_ps(a.v, 1); }
+PK_INLINE __m256 lower_half(v16 a) { return _mm512_castps512_ps256(a.v); }
+#else
+PK_INLINE __m256 upper_half(v16 a) { return a.hi; }
+PK_INLINE __m256 lower_half(v16 a) { return a.lo; }
+#endif
+PK_INLINE float sum(v16 a) {
+  __m256 eight = _mm256_add_ps(lower_half(a), upper_half(a));
+  __m128 four = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+  __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
+  return _mm_cvtss_f32(_mm_add_ss(two, _mm_shuffle_ps(two, two, 1)));
+}
+PK_INLINE float maximum(v16 a) {
+  __m256 eight = _mm256_max_ps(lower_half(a), upper_half(a));
+  __m128 four = _mm_max_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+  __m128 two = _mm_max_ps(four, _mm_movehl_ps(four, four));
+  return _mm_cvtss_f32(_mm_max_ss(two, _mm_shuffle_ps(two, two, 1)));
+}
+#else
 PK_INLINE float sum(v16 a) {
   float f[16];
   store(f, a);
@@ -209,6 +231,7 @@ PK_INLINE float maximum(v16 a) {
     for (int i = 0; i < w; ++i) f[i] = f[i] > f[i + w] ? f[i] : f[i + w];
   return f[0];
 }
+#endif
 
 // e^x by range reduction to |r| ≤ ln2/2 and a degree-6 Taylor polynomial in Horner form; error about 1 ulp.
 // Below -87 the result is 0 (an exact zero for masked scores); x above 88 saturates; NaN stays NaN.

@@ -1,0 +1,109 @@
+"""Low-bit weights by reference: which rows of which checkpoint tensors, and the format their groups are stored in."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import ml_dtypes
+import numpy as np
+import onnx_ir as ir
+from numpy.typing import NDArray
+
+from plankiln.compiler.weights import Slice, WeightSource, whole
+from plankiln.errors import CheckpointError
+from plankiln.quantize.formats import GGUF_FORMATS, BlockFormat, Blocks, from_gguf, quantize
+
+Component = Literal["q", "scale", "minimum"]
+_Q_TYPES: dict[tuple[int, bool], tuple[ir.DataType, Any]] = {
+    (4, False): (ir.DataType.INT4, ml_dtypes.int4),
+    (4, True): (ir.DataType.UINT4, ml_dtypes.uint4),
+    (8, False): (ir.DataType.INT8, np.int8),
+    (8, True): (ir.DataType.UINT8, np.uint8),
+}
+
+
+@dataclass(frozen=True)
+class BlockReference:
+    """A quantized matrix of the graph: the concatenated rows of `parts` in `format`. Holds no data.
+
+    A GGUF tensor that lies in this very format is taken bit for bit; any other is rounded to nearest from its floats.
+    """
+
+    checkpoint: WeightSource
+    parts: tuple[Slice, ...]
+    format: BlockFormat
+    transposed: bool = False
+
+    @property
+    def rows_columns(self) -> tuple[int, int]:
+        """[N, K] of the checkpoint's orientation."""
+        count = sum(part.stop - part.start for part in self.parts)
+        return count, self.checkpoint.tensors[self.parts[0].tensor].shape[1]
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Shape in the graph's orientation."""
+        n, k = self.rows_columns
+        return (k, n) if self.transposed else (n, k)
+
+    def blocks(self) -> Blocks:
+        """The quantized rows, [N, K]. Raises CheckpointError for non-finite weights or scales float16 cannot hold."""
+        read = [self._read(part) for part in self.parts]
+        minima = [part.minimum for part in read if part.minimum is not None]
+        return Blocks(
+            self.format,
+            np.concatenate([part.q for part in read]),
+            np.concatenate([part.scale for part in read]),
+            np.concatenate(minima) if minima else None,
+        )
+
+    def _read(self, part: Slice) -> Blocks:
+        if GGUF_FORMATS.get(self.checkpoint.tensors[part.tensor].dtype) == self.format:
+            raw = self.checkpoint.read_blocks(part.tensor)[part.start : part.stop]
+            return from_gguf(raw, self.checkpoint.tensors[part.tensor].dtype)
+        rows = whole(self.checkpoint, part.tensor, "float32").rows()[part.start : part.stop]
+        try:
+            return quantize(rows, self.format)
+        except OverflowError as error:
+            where = str(self.checkpoint.origin)
+            hint = "keep this model in `bf16`, or check the file: weights are rarely above 1"
+            raise CheckpointError(f"tensor `{part.tensor}`: {error}", where, hint) from None
+
+    def component(self, which: Component) -> NDArray[Any]:
+        """One of the graph's tensors, in the graph's orientation: q, or a scale or minimum for each group."""
+        blocks = self.blocks()
+        array: NDArray[Any] | None = {"q": blocks.q, "scale": blocks.scale, "minimum": blocks.minimum}[which]
+        assert array is not None
+        if which == "q":
+            array = array.astype(_Q_TYPES[self.format.bits, self.format.minimum][1])
+        return np.ascontiguousarray(array.T) if self.transposed else array
+
+    def dtype(self, which: Component) -> ir.DataType:
+        """ONNX type of a component."""
+        return _Q_TYPES[self.format.bits, self.format.minimum][0] if which == "q" else ir.DataType.FLOAT16
+
+
+class BlockTensor(ir.LazyTensor):
+    """A component of a BlockReference in the place of an initializer's tensor."""
+
+    def __init__(self, reference: BlockReference, which: Component, name: str) -> None:
+        n, k = reference.rows_columns
+        columns = k if which == "q" else k // reference.format.group
+        shape = (columns, n) if reference.transposed else (n, columns)
+        dtype = reference.dtype(which)
+
+        def make() -> ir.TensorProtocol:
+            return ir.tensor(reference.component(which), dtype=dtype, name=name)
+
+        super().__init__(make, dtype=dtype, shape=ir.Shape(shape), name=name)
+        self.reference = reference
+
+
+def concatenated_blocks(references: list[BlockReference]) -> BlockReference:
+    """One reference to the rows of all, in order; ValueError when they differ in format or orientation."""
+    first = references[0]
+    if any((r.format, r.transposed) != (first.format, first.transposed) for r in references):
+        raise ValueError("references of different format or orientation cannot be concatenated")
+    parts = tuple(part for reference in references for part in reference.parts)
+    return BlockReference(first.checkpoint, parts, first.format, first.transposed)
