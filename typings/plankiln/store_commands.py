@@ -1,0 +1,1 @@
+../../plankiln/store_commands.py
