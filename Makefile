@@ -1,16 +1,21 @@
 # make demo    build the default recipe and let the model speak (no torch)
 # make test    lint, types and the test suite
-.PHONY: demo test lint types bench asan
+# make bench   measure that recipe's bundle; bench-peers measures it beside llama.cpp, OpenVINO and ONNX Runtime
+.PHONY: demo test lint types bench bench-peers asan
 
 PYTHON ?= python3
 PIP_INSTALL := -m pip install --quiet --disable-pip-version-check -c constraints.txt
 DEV := .venv/.installed
 DEMO := .venv-demo/.installed
 PROMPT ?= Why is the sky blue?
+RECIPE := recipes/smollm2-135m.yaml
+BUNDLE := artifacts/smollm2-135m
+PEERS ?= $(HOME)/.cache/plankiln/peers
+BENCH ?=
 
 demo: $(DEMO)
-	.venv-demo/bin/build recipes/smollm2-135m.yaml
-	.venv-demo/bin/plankiln run artifacts/smollm2-135m "$(PROMPT)" --chat --max-tokens 128
+	.venv-demo/bin/build $(RECIPE)
+	.venv-demo/bin/plankiln run $(BUNDLE) "$(PROMPT)" --chat --max-tokens 128
 
 test: lint types
 	.venv/bin/pytest -n 2
@@ -23,7 +28,14 @@ types: $(DEV)
 	.venv/bin/mypy
 
 bench: $(DEV)
-	@for script in $(wildcard bench/*.py); do .venv/bin/python $$script || exit 1; done
+	.venv/bin/build $(RECIPE)
+	.venv/bin/plankiln bench $(BUNDLE) $(BENCH)
+
+# Everyone starts from the recipe's own GGUF file. The first call takes ten minutes more; a run takes an hour of two cores.
+bench-peers: $(DEV)
+	.venv/bin/build $(RECIPE)
+	bench/peers/setup.sh $(PEERS) $(RECIPE)
+	.venv/bin/python bench/compare.py $(BUNDLE) --peers $(PEERS) $(BENCH)
 
 # The CPU kernels under AddressSanitizer and UBSan; leaks are Python's own.
 asan: $(DEV)
