@@ -11,6 +11,7 @@ import fcntl
 import hashlib
 import os
 import shutil
+import stat
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -28,8 +29,8 @@ def workspace(parent: Path) -> Iterator[Path]:
     `parent` is made where it is missing. Raises OSError.
     """
     make_directory(parent)
+    sweep(parent)
     with locked(parent):
-        sweep(parent)
         temporary = Path(tempfile.mkdtemp(prefix=f".tmp-{os.getpid()}-", dir=parent))
         alive = os.open(temporary, os.O_RDONLY | os.O_DIRECTORY)
         fcntl.flock(alive, fcntl.LOCK_EX)
@@ -52,26 +53,32 @@ def locked(directory: Path) -> Iterator[None]:
 
 
 def sweep(parent: Path) -> None:
-    """Remove the workspaces below `parent` whose process is gone."""
-    for left in parent.glob(".tmp-*"):
-        with suppress(OSError):
-            fd = os.open(left, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-            try:
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(left, ignore_errors=True)
-            finally:
-                os.close(fd)
+    """Remove the workspaces below `parent` whose process is gone. The caller does not hold its lock. Raises OSError."""
+    with locked(parent):
+        for left in parent.glob(".tmp-*"):
+            with suppress(OSError):
+                fd = os.open(left, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+                try:
+                    fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    shutil.rmtree(left, ignore_errors=True)
+                finally:
+                    os.close(fd)
 
 
 def sync_tree(root: Path) -> None:
     """Set every mode (files 0644, directories 0755) and force all of it to the disk, children before their parent."""
     for folder, _, names in os.walk(root, topdown=False):
         for name in names:
-            path = Path(folder, name)
-            path.chmod(0o644)
-            sync(path)
-        Path(folder).chmod(0o755)
+            _set_mode(Path(folder, name), 0o644)
+            sync(Path(folder, name))
+        _set_mode(Path(folder), 0o755)
         sync(Path(folder))
+
+
+def _set_mode(path: Path, mode: int) -> None:
+    """Not when it is right: that alone would change the time stamp by which digests are remembered."""
+    if stat.S_IMODE(path.stat().st_mode) != mode:
+        path.chmod(mode)
 
 
 def sync(path: Path) -> None:
@@ -88,7 +95,7 @@ def make_directory(path: Path) -> None:
     if not path.is_dir():
         make_directory(path.parent)
         with suppress(FileExistsError):
-            path.mkdir()
+            path.mkdir(0o755)
             path.chmod(0o755)
             sync(path.parent)
 

@@ -10,6 +10,7 @@ import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
+from plankiln.checkpoint import check_finite
 from plankiln.compiler.weights import Slice, WeightSource, whole
 from plankiln.errors import CheckpointError
 from plankiln.quantize.formats import GGUF_FORMATS, BlockFormat, Blocks, from_gguf, quantize
@@ -61,7 +62,11 @@ class BlockReference:
     def _read(self, part: Slice) -> Blocks:
         if GGUF_FORMATS.get(self.checkpoint.tensors[part.tensor].dtype) == self.format:
             raw = self.checkpoint.read_blocks(part.tensor)[part.start : part.stop]
-            return from_gguf(raw, self.checkpoint.tensors[part.tensor].dtype)
+            kept = from_gguf(raw, self.checkpoint.tensors[part.tensor].dtype)
+            for halves in (kept.scale, kept.minimum):
+                if halves is not None:
+                    check_finite(part.tensor, halves, str(self.checkpoint.origin))
+            return kept
         rows = whole(self.checkpoint, part.tensor, "float32").rows()[part.start : part.stop]
         try:
             return quantize(rows, self.format)

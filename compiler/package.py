@@ -98,8 +98,7 @@ def find_published(out: Path, digest: str, cache: Path) -> Published | None:
             with workspace(out) as temporary, locked(out):
                 _point_to(path, temporary)
         else:
-            with locked(out):
-                sweep(out)
+            sweep(out)
     return Published(path, digest, True)
 
 

@@ -96,7 +96,10 @@ def build(
                 if not keep_going:
                     raise
                 problems += e.problems
-    collect(store, limit)
+    try:
+        collect(store, limit)
+    except PlankilnError as e:
+        progress.note(f"the store may be larger than its limit: {e.problems[0].what}")
     if problems:
         raise IncompleteBuildError(list(dict.fromkeys(problems)), results)
     return results
@@ -160,7 +163,9 @@ class _TargetBuild:
     def _make(self, compiler: Compiler) -> tuple[Published, list[str]]:
         """Publish the bundle; also the keys of the entries that it is made of."""
         source = self._lower(self.model.spec())
-        code, weights = code_stage(source, compiler), weights_stage(source, self.model.checkpoint.digest)
+        code = code_stage(source, compiler)
+        context = self.resolved.engine.max_context
+        weights = weights_stage(source, self.model.checkpoint.digest, self.model.spec(), context)
         predicted = self._predict(source, code, weights)
 
         def compile_it(made: Path) -> dict[str, JsonValue]:

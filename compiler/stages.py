@@ -1,6 +1,7 @@
 """The stages that the store keeps, what each depends on, and why one has to be done again.
 
-Every stage's key holds the digests of our own files that do its work and the versions of the tools that they use.
+Every stage's key holds the digests of our own files that may have a part in its work, and the versions of the tools
+that they use. A list of the modules that do have one would go stale, so weights and bundles depend on every module.
 """
 
 from __future__ import annotations
@@ -9,32 +10,25 @@ import hashlib
 import platform
 import shlex
 import shutil
+from dataclasses import asdict
 from functools import cache
 from importlib.metadata import version
 from importlib.resources import files
 from pathlib import Path
 
-from pydantic import JsonValue
-
 from plankiln import __version__
 from plankiln.compiler.cpu.compile import CpuSource
 from plankiln.compiler.cpu.pack import weight_offsets
 from plankiln.compiler.cpu.toolchain import Compiler
+from plankiln.compiler.families import DecoderSpec
 from plankiln.compiler.store import Parts, Stage, Store
 from plankiln.recipe import ResolvedTarget
 
-_PACKING = (
-    *("checkpoint/**/*.py", "quantize/**/*.py", "compiler/weights.py", "compiler/blocks.py", "compiler/formats.py"),
-    *("compiler/rope.py", "compiler/export.py", "compiler/cpu/lower.py", "compiler/cpu/program.py"),
-    *("compiler/cpu/pack.py",),
-)
-_COMPILING = ("plugins/cpu/*.h", "compiler/cpu/compile.py", "compiler/cpu/toolchain.py")
-_BUILDING = (
-    *("checkpoint/**/*.py", "quantize/**/*.py", "compiler/**/*.py", "plugins/**/*.py", "plugins/**/*.h"),
-    *("manifest.py", "recipe.py", "target.py", "chat_template.py"),
-)
-_PACKING_TOOLS = ("numpy", "ml_dtypes", "gguf", "safetensors")
-_BUILDING_TOOLS = ("numpy", "ml_dtypes", "gguf", "safetensors", "onnx", "onnx-ir")
+_PACKING = ("checkpoint/**/*.py", "quantize/**/*.py", "compiler/**/*.py", "plugins/**/*.py")
+_COMPILING = ("plugins/**/*.h", "compiler/cpu/compile.py", "compiler/cpu/toolchain.py")
+_BUILDING = (*_PACKING, "plugins/**/*.h", "manifest.py", "recipe.py", "target.py", "chat_template.py")
+_PACKING_TOOLS = ("numpy", "ml_dtypes", "gguf", "safetensors", "onnx", "onnx-ir")
+_BUILDING_TOOLS = (*_PACKING_TOOLS, "tokenizers", "jinja2")
 
 
 def code_stage(source: CpuSource, compiler: Compiler) -> Stage:
@@ -44,13 +38,17 @@ def code_stage(source: CpuSource, compiler: Compiler) -> Stage:
     return Stage("code", parts, ("plan.cc", "plan.so"))
 
 
-def weights_stage(source: CpuSource, checkpoint_digest: str) -> Stage:
-    """weights.bin: the checkpoint, and which of its rows lie where in what format."""
+def weights_stage(source: CpuSource, checkpoint_digest: str, spec: DecoderSpec, max_context: int) -> Stage:
+    """weights.bin: the checkpoint, which of its rows lie where in what format, and the model that tables are made for.
+
+    max_context: tokens, the length of the RoPE tables.
+    """
     offsets, total = weight_offsets(source.program)
     layout = "\n".join(f"{offset} {weight!r}" for weight, offset in offsets.items())
     formats = " + ".join(sorted({str(weight.format) for weight in offsets}))
     parts: dict[str, str | int] = {"source": checkpoint_digest, "layout": _sha256(layout.encode()), "bytes": total}
-    parts |= {"formats": formats, **_tools(_PACKING_TOOLS), **_own(_PACKING)}
+    parts |= {"formats": formats, "max_context": max_context, **_flat("model", asdict(spec))}
+    parts |= {**_tools(_PACKING_TOOLS), **_own(_PACKING)}
     return Stage("weights", parts, ("weights.bin",))
 
 
@@ -81,12 +79,13 @@ def _show(parts: Parts, name: str) -> str:
     return value[:10] if len(value) == 64 else f"`{value}`"
 
 
-def _flat(name: str, value: JsonValue) -> dict[str, str | int]:
+def _flat(name: str, value: object) -> dict[str, str | int]:
+    """A part for every leaf, under its path: a string or an integer, which is all that the store keeps."""
     if isinstance(value, dict):
         return {key: leaf for item in value.items() for key, leaf in _flat(f"{name}.{item[0]}", item[1]).items()}
-    if isinstance(value, list):
+    if isinstance(value, list | tuple):
         return {name: " ".join(map(str, value))}
-    return {name: value if isinstance(value, str | int) else str(value)}
+    return {name: value if isinstance(value, str | int) and not isinstance(value, bool) else str(value)}
 
 
 def _compiler(compiler: Compiler) -> dict[str, str | int]:

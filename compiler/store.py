@@ -84,10 +84,14 @@ class Record(BaseModel):
 
 @dataclass(frozen=True)
 class Entry:
-    """A stage's result in the store: its directory and what its entry.json says. `last_used`: seconds since 1970."""
+    """A stage's result in the store: its directory and what its entry.json says.
+
+    `nbytes`: of its files and entry.json; `last_used`: seconds since 1970.
+    """
 
     path: Path
     record: Record
+    nbytes: int
     last_used: float
 
 
@@ -106,7 +110,6 @@ class Store:
     def lock(self, stage: Stage) -> Iterator[None]:
         """Hold the stage's lock between threads and processes, waiting for whoever has it. Raises BuildError."""
         with self.writing():
-            make_directory(self._locks)
             self._refuse_foreign()
             fd = self._acquire(
                 stage.key, lambda: self.note(f"another build is at stage `{stage.name}`: waiting for it")
@@ -157,8 +160,6 @@ class Store:
         The caller holds the stage's lock.
         Raises BuildError when the store cannot be written or a file is missing, and whatever `work` raises.
         """
-        with self.writing():
-            make_directory(self.entries)
         with self.writing(), workspace(self.entries) as temporary:
             made = temporary / "entry"
             made.mkdir()
@@ -180,7 +181,7 @@ class Store:
         return entry
 
     def write_entry(self, path: Path, stage: Stage, files: dict[str, FileEntry], result: dict[str, JsonValue]) -> None:
-        """Write entry.json into an entry that is being made."""
+        """Write entry.json into an entry that is being made. Raises ValidationError when it could not be read again."""
         fields: dict[str, JsonValue] = {
             "schema_version": SCHEMA,
             "stage": stage.name,
@@ -191,6 +192,7 @@ class Store:
             "created": int(time.time()),
         }
         text = json.dumps({**fields, "digest": digest_of(fields)}, indent=1, sort_keys=True)
+        Record.model_validate_json(text)
         (path / ENTRY).write_text(text + "\n")
 
     def fault(self, path: Path) -> str | None:
@@ -198,7 +200,8 @@ class Store:
         try:
             data = (path / ENTRY).read_bytes()
             record = Record.model_validate_json(data)
-            present = {file.name: file.lstat() for file in path.iterdir() if file.name != ENTRY}
+            present = {file.name: file.lstat() for file in path.iterdir()}
+            folder = path.lstat()
         except FileNotFoundError:
             return "has no entry.json"
         except ValidationError:
@@ -207,26 +210,31 @@ class Store:
             return f"cannot be read ({e.strerror})"
         if record.key != path.name or not record.is_sound():
             return "has a damaged entry.json"
-        for name, expected in record.files.items():
-            found = present.pop(name, None)
-            if found is None:
+        if not stat.S_ISDIR(folder.st_mode) or _is_open_to_others(folder):
+            return "is a directory that others can change"
+        for name in (ENTRY, *record.files):
+            if name not in present:
                 return f"lacks `{name}`"
-            if not stat.S_ISREG(found.st_mode) or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+            if not stat.S_ISREG(present[name].st_mode) or _is_open_to_others(present[name]):
                 return f"has a `{name}` that others can change"
-            if found.st_size != expected.bytes:
-                return f"has {found.st_size} bytes of `{name}` instead of {expected.bytes}"
+        if extra := present.keys() - {ENTRY, *record.files}:
+            return f"has an extra file `{min(extra)}`"
+        for name, expected in record.files.items():
+            if present[name].st_size != expected.bytes:
+                return f"has {present[name].st_size} bytes of `{name}` instead of {expected.bytes}"
             try:
                 if file_sha256(path / name, cache=self._digests) != expected.sha256:
                     return f"has another `{name}` than was stored"
             except CheckpointError as e:
                 return f"cannot be read ({e.problems[0].what})"
-        return f"has an extra file `{min(present)}`" if present else None
+        return None
 
     def read(self, path: Path) -> Entry | None:
         """The entry at `path` as its entry.json states it, no digest checked; None when there is none to read."""
         try:
-            record = Record.model_validate_json((path / ENTRY).read_bytes())
-            return Entry(path, record, (path / ENTRY).stat().st_mtime)
+            data = (path / ENTRY).read_bytes()
+            record = Record.model_validate_json(data)
+            return Entry(path, record, record.nbytes + len(data), (path / ENTRY).stat().st_mtime)
         except (OSError, ValidationError):
             return None
 
@@ -264,11 +272,12 @@ class Store:
             raise BuildError(f"cannot write the stage store ({e.strerror})", f"`{self.root}`", hint) from e
 
     def _refuse_foreign(self) -> None:
-        """Entries become code that runs: nobody else may be able to change them."""
-        status = self.root.stat()
-        if status.st_uid not in (os.geteuid(), 0) or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-            hint = f"set PLANKILN_STORE to a directory of your own, or: chmod go-w `{self.root}`"
-            raise BuildError("others can write the stage store", f"`{self.root}`", hint)
+        """Entries become code that runs: nobody else may be able to change them, or the digests they are known by."""
+        for folder in (self.root, self.entries, self._locks, self.root / "digests"):
+            make_directory(folder)
+            if _is_open_to_others(folder.stat()):
+                hint = f"set PLANKILN_STORE to a directory of your own, or: chmod go-w `{folder}`"
+                raise BuildError("others can write the stage store", f"`{folder}`", hint)
 
     def _acquire(self, key: str, waiting: Callable[[], None] | None) -> int | None:
         """A descriptor that holds the key's lock; None when another has it and `waiting` is None."""
@@ -287,6 +296,10 @@ class Store:
                 if os.path.samestat(os.fstat(fd), path.stat()):
                     return fd
             os.close(fd)  # it was removed meanwhile: whoever comes next locks another file
+
+
+def _is_open_to_others(status: os.stat_result) -> bool:
+    return status.st_uid not in (0, os.geteuid()) or bool(status.st_mode & (stat.S_IWGRP | stat.S_IWOTH))
 
 
 def _other_schema(data: bytes) -> bool:

@@ -1,27 +1,38 @@
-"""Carrying entries of the stage store to another machine: a tar of KEY/entry.json and KEY/FILE, verified on both ends.
+"""Carrying entries of the stage store to another machine: a tar of an index, then KEY/entry.json and KEY/FILE.
+
+Verified on both ends; the index, which lists the keys, shows an archive that was cut short between two entries.
 
 An entry holds code that will run: import only archives you trust. The digests show damage, not who made it.
 """
 
 from __future__ import annotations
 
+import io
+import json
+import sys
 import tarfile
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import IO
 
-from pydantic import ValidationError
+from pydantic import TypeAdapter, ValidationError
 
 from plankiln.compiler.atomic import make_directory, sync, sync_tree, workspace
 from plankiln.compiler.store import ENTRY, Record, Stage, Store
 from plankiln.errors import BuildError
 
 _MAX_ENTRY_BYTES = 64 << 20
+_INDEX = "index.json"
 
 
 def export_entries(store: Store, keys: Sequence[str], file: IO[bytes]) -> None:
     """Write these entries as a tar. Raises BuildError when one is not there or not sound, OSError of the file."""
     with tarfile.open(fileobj=file, mode="w|", format=tarfile.PAX_FORMAT) as archive:
+        index = json.dumps(list(keys)).encode()
+        member = tarfile.TarInfo(_INDEX)
+        member.size = len(index)
+        archive.addfile(member, io.BytesIO(index))
         for key in keys:
             found = store.read(store.entries / key)
             if found is None:
@@ -34,28 +45,44 @@ def export_entries(store: Store, keys: Sequence[str], file: IO[bytes]) -> None:
 
 
 def import_entries(store: Store, path: Path) -> list[str]:
-    """Add the entries of an archive; returns the keys of those that the store did not have.
+    """Add the entries of an archive (`-` is stdin); returns the keys of those that the store did not have.
 
     Raises BuildError when the file cannot be read, or an entry is not what its entry.json says; those before stay.
     """
     added = []
     try:
-        with tarfile.open(path, mode="r|") as archive:
-            member = archive.next()
-            while member is not None:
-                record = _read_record(archive, member, path)
+        source = nullcontext(sys.stdin.buffer) if str(path) == "-" else path.open("rb")
+        with source as file, tarfile.open(fileobj=file, mode="r|") as archive:
+            for key in _read_index(archive, path):
+                record = _read_record(archive, archive.next(), path)
+                if record.key != key:
+                    raise _damaged(path, f"`{record.key}` stands where `{key}` should")
                 with store.lock(Stage(record.stage, record.parts)), store.writing():
                     if _add(store, archive, record, path):
                         added.append(record.key)
-                member = archive.next()
     except (tarfile.TarError, EOFError) as e:
         raise _damaged(path, str(e)) from None
     except OSError as e:
-        raise BuildError(f"cannot read the archive ({e.strerror})", f"`{path}`") from None
+        hint = "name a file that `plankiln store export` wrote"
+        raise BuildError(f"cannot read the archive ({e.strerror})", f"`{path}`", hint) from None
     return added
 
 
-def _read_record(archive: tarfile.TarFile, member: tarfile.TarInfo, path: Path) -> Record:
+def _read_index(archive: tarfile.TarFile, path: Path) -> list[str]:
+    member = archive.next()
+    if member is None or member.name != _INDEX or not member.isreg() or member.size > _MAX_ENTRY_BYTES:
+        raise _damaged(path, f"it does not begin with `{_INDEX}`")
+    stream = archive.extractfile(member)
+    try:
+        keys: list[str] = TypeAdapter(list[str]).validate_json(stream.read() if stream else b"")
+    except ValidationError:
+        raise _damaged(path, f"`{_INDEX}` is not a list of keys") from None
+    return keys
+
+
+def _read_record(archive: tarfile.TarFile, member: tarfile.TarInfo | None, path: Path) -> Record:
+    if member is None:
+        raise _damaged(path, "it ends before its last entry")
     stream = archive.extractfile(member) if member.isreg() and member.size <= _MAX_ENTRY_BYTES else None
     if stream is None:
         raise _damaged(path, f"`{member.name}` is not an entry.json")

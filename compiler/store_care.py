@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from plankiln.compiler.atomic import sweep
-from plankiln.compiler.store import ENTRY, Store
+from plankiln.compiler.store import Store
 from plankiln.errors import PlankilnError, Problem, UsageError
 from plankiln.manifest import MANIFEST
 
@@ -72,7 +72,7 @@ def collect(store: Store, limit: int) -> Collected:
                 if held and store.read(path) is None:
                     with suppress(FileNotFoundError):
                         store.remove(path)
-        sizes = {entry.path: entry.record.nbytes + (entry.path / ENTRY).stat().st_size for entry in readable}
+        sizes = {entry.path: entry.nbytes for entry in readable}
         total = before = sum(sizes.values())
         removed = []
         for entry in reversed(readable):

@@ -29,6 +29,7 @@ from plankiln.recipe_yaml import Node, clean, in_order, merge, read_recipe, show
 from plankiln.target import TARGET_NAMES, Target, did_you_mean, get_target
 
 Weights = Literal["fp32", "bf16", "keep", "int4_rtn", "int8_rtn", "fp8", "int4_awq", "int8_smoothquant"]
+RTN_GROUPS = (32, 64, 128)
 GROUPED = ("int4_awq", "int4_rtn", "int8_rtn")
 KvCache = Literal["fp32", "bf16", "fp16", "fp8", "int8"]
 Flavour = Literal["tensorrt", "rtx"]
@@ -158,6 +159,9 @@ class Quantize(_Strict):
     def _grouped(self) -> Quantize:
         if self.weights == "int4_awq" and self.group_size is None:
             _reject("`int4_awq` needs a `group_size`", "add `group_size: 128` beside `weights`", at=["weights"])
+        if self.weights in ("int4_rtn", "int8_rtn") and self.group_size not in (None, *RTN_GROUPS):
+            hint = f"use {', '.join(map(str, RTN_GROUPS[:-1]))} or {RTN_GROUPS[-1]}"
+            _reject(f"`group_size` {self.group_size} has no kernel with `{self.weights}`", hint, at=["group_size"])
         for key, formats in (
             ("group_size", GROUPED),
             ("minimum", ("int4_rtn",)),

@@ -74,13 +74,14 @@ def export_command(digest: str, file: Path) -> None:
             with file.open("wb") as out:
                 export_entries(opened, keys, out)
     except OSError as e:
-        raise PlankilnError(f"cannot write the archive ({e.strerror})", f"`{file}`") from None
+        hint = "name a file in a directory that you can write, on a disk with room"
+        raise PlankilnError(f"cannot write the archive ({e.strerror})", f"`{file}`", hint) from None
 
 
 @store.command("import", short_help="Add the entries of a tar file.")
-@click.argument("file", type=click.Path(path_type=Path))
+@click.argument("file", type=click.Path(path_type=Path, allow_dash=True))
 def import_command(file: Path) -> None:
-    """Add the entries of FILE, each verified, and print the keys of new ones. Entries hold code: trust FILE first."""
+    """Add the entries of FILE (`-`: stdin), each verified; print the keys of new ones. They hold code: trust FILE."""
     opened = _open()
     from plankiln.compiler.store_archive import import_entries
 

@@ -40,7 +40,7 @@ def dequantize_blocks_function(*, axis: int) -> ir.Function:
 def dynamic_quantize_function() -> ir.Function:
     """`plankiln::DynamicQuantize(x; group) -> q, scale`: int8 for each row and `group` columns of x [T, K].
 
-    scale [T, K/group] = max|x| / 127; q [T, K] = round(x · 127 / max|x|), zero where a group is all zero.
+    scale [T, K/group] = max|x| / 127; q [T, K] = round(x · 127 / max|x|), zero where max|x| < 1e-30.
     """
     import onnx_ir as ir
 
@@ -50,9 +50,9 @@ def dynamic_quantize_function() -> ir.Function:
     group = body.op("Unsqueeze", body.attribute("group", ir.AttributeType.INT), body.ints(0))
     grouped = body.op("Reshape", body.inputs["x"], body.op("Concat", body.ints(0, -1), group, axis=0))
     peak = body.op("ReduceMax", body.op("Abs", grouped), body.ints(-1), keepdims=1)
-    zero = body.scalar(0.0)
-    safe = body.op("Where", body.op("Equal", peak, zero), body.scalar(1.0), peak)
-    rounded = body.op("Round", body.op("Mul", grouped, body.op("Div", body.scalar(127.0), safe)))
+    tiny = body.op("Less", peak, body.scalar(1e-30))
+    inverse = body.op("Where", tiny, body.scalar(0.0), body.op("Div", body.scalar(127.0), peak))
+    rounded = body.op("Round", body.op("Mul", grouped, inverse))
     packed = body.op("Reshape", body.op("Cast", rounded, to=int(ir.DataType.INT8)), body.ints(0, -1))
     scale = body.op("Squeeze", body.op("Mul", peak, body.scalar(1.0 / 127.0)), body.ints(-1))
     return body.function(q=packed, scale=scale)

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 Floats = NDArray[np.float32]
 Halves = NDArray[np.float16]
 LARGEST_HALF = 65504.0
+SMALLEST_PEAK = 1e-30  # a group of activations below it counts as zero: 127 / peak must stay finite
 
 
 @dataclass(frozen=True)
@@ -138,7 +139,7 @@ def quantize_activations(x: Floats, group: int) -> tuple[NDArray[np.int8], Float
     m, k = x.shape
     groups = x.reshape(m, k // group, group)
     peak = np.abs(groups).max(-1)
-    inverse = np.divide(np.float32(127.0), peak, out=np.zeros_like(peak), where=peak != 0)
+    inverse = np.divide(np.float32(127.0), peak, out=np.zeros_like(peak), where=peak >= SMALLEST_PEAK)
     q = np.rint(groups * inverse[..., None]).astype(np.int8)
     return q.reshape(m, k), peak * np.float32(1.0 / 127.0)
 

@@ -86,10 +86,12 @@ def write_tiny_gguf(
     kind: str = "F32",
     metadata: dict[str, Any] | None = None,
     drop: tuple[str, ...] = (),
+    kinds: dict[str, str] | None = None,
 ) -> Path:
     """Write the HF directory's model as llama.cpp's converter would: its names, its q/k row order, its metadata.
 
-    kind: how matrices are stored (vectors stay F32). metadata: added last, values typed by their Python type;
+    kind: how matrices are stored (vectors stay F32); kinds: exceptions, by a part of the GGUF name. metadata: added
+    last, values typed by their Python type;
     drop: metadata keys to leave out.
     """
     import gguf
@@ -124,13 +126,14 @@ def write_tiny_gguf(
     for key, value in values.items():
         if key not in drop:
             (writer.add_array if isinstance(value, list) else add[type(value)])(key, value)
-    quantization = gguf.GGMLQuantizationType[kind]
     for name, array in tensors.items():
         target = _gguf_name(name)
+        stored = next((other for part, other in (kinds or {}).items() if part in target), kind)
+        quantization = gguf.GGMLQuantizationType[stored]
         if architecture == "llama" and ("q_proj" in name or "k_proj" in name):
             heads = config["num_attention_heads" if "q_proj" in name else "num_key_value_heads"]
             array = array.reshape(heads, 2, -1, *array.shape[1:]).swapaxes(1, 2).reshape(array.shape)
-        if array.ndim == 2 and kind != "F32":
+        if array.ndim == 2 and stored != "F32":
             writer.add_tensor(target, gguf.quants.quantize(array, quantization), raw_dtype=quantization)
         else:
             writer.add_tensor(target, array)

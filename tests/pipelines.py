@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +11,8 @@ from plankiln.compiler import pipeline
 from plankiln.compiler.cpu.compile import CpuPlan, CpuSource
 from plankiln.compiler.cpu.program import Program
 from plankiln.compiler.cpu.toolchain import Compiler
+from plankiln.compiler.families import DecoderSpec
+from plankiln.compiler.rope import Rope
 
 RECIPE = """
 name: tiny
@@ -26,7 +27,7 @@ STAGES = ["recipe", "checkpoint", "spec", "tensors", "export", "passes", "lower"
 class FakeCheckpoint:
     """What the pipeline asks of a checkpoint. `worked`: the stages that did their work, in order."""
 
-    config = {"model_type": "fake"}  # noqa: RUF012
+    config: dict[str, Any] = {"model_type": "fake"}  # noqa: RUF012
     origin = Path("model.gguf")
     digest = "cd" * 32
     tensors: dict[str, Any] = {}  # noqa: RUF012
@@ -49,6 +50,13 @@ class FakeCheckpoint:
         assert expected == {"w": (1,)}
 
 
+class FakeSpec(DecoderSpec):
+    """A model of one tensor."""
+
+    def expected_tensors(self) -> dict[str, tuple[int, ...]]:
+        return {"w": (1,)}
+
+
 class Recorder:
     """A Progress that remembers the stages and the notes."""
 
@@ -68,9 +76,11 @@ class Recorder:
 def fake_stages(monkeypatch: pytest.MonkeyPatch) -> FakeCheckpoint:
     """Replace every stage but the recipe and packaging by a fake."""
     fake = FakeCheckpoint()
-    shape = {"vocab_size": 33, "layers": 1, "hidden_size": 8, "kv_heads": 1, "head_dim": 8, "max_position": 64}
-    spec = SimpleNamespace(architecture="llama", expected_tensors=lambda: {"w": (1,)}, **shape)
     formats: dict[str, tuple[str, str, str]] = {}
+
+    def decoder_spec(config: dict[str, Any], where: str) -> DecoderSpec:
+        rope = Rope("default", config.get("rope_theta", 10000.0))
+        return FakeSpec("llama", 33, 8, 8, 1, 1, 1, 8, rope, 1e-5, (None,), 64, True)
 
     def lower_cpu(graph: dict[str, Any], target: Any, name: str) -> CpuSource:
         assert graph["passed"]
@@ -93,10 +103,9 @@ def fake_stages(monkeypatch: pytest.MonkeyPatch) -> FakeCheckpoint:
         return CpuPlan(64, {"fp32": 1}, *formats[source.text], compiler.version, glibc, source.target.flags)
 
     monkeypatch.setattr(pipeline, "open_checkpoint", lambda source, **_: fake)
-    monkeypatch.setattr(pipeline, "decoder_spec", lambda config, where: spec)
     monkeypatch.setattr(pipeline, "export_decoder", lambda spec, checkpoint, **options: options)
     monkeypatch.setattr(pipeline, "apply_passes", lambda graph: {**graph, "passed": True})
     monkeypatch.setattr(pipeline, "find_compiler", lambda: Compiler(("fake-g++",), "fake 1"))
-    for stage in (lower_cpu, compile_code, pack_weights, describe_plan):
+    for stage in (decoder_spec, lower_cpu, compile_code, pack_weights, describe_plan):
         monkeypatch.setattr(pipeline, stage.__name__, stage)
     return fake

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -12,7 +13,7 @@ import pytest
 from pipelines import RECIPE, FakeCheckpoint, Recorder, fake_stages
 
 from plankiln.bundle import open_bundle
-from plankiln.compiler import pipeline, stages
+from plankiln.compiler import pipeline, stages, store_care
 from plankiln.compiler.pipeline import BuildResult, IncompleteBuildError
 from plankiln.compiler.store import Store
 from plankiln.compiler.store_care import collect
@@ -81,10 +82,17 @@ class TestNothingTwice:
         build(recipe, "engine.max_sequences=1")
         assert checkpoint.worked == ["code", "weights"]
         build(recipe, "engine.max_context=32")
-        assert checkpoint.worked == ["code", "weights", "code"]
+        assert checkpoint.worked == ["code", "weights"] * 2, "the tables of RoPE are as long as the context"
         checkpoint.digest = "ef" * 32
         build(recipe)
-        assert checkpoint.worked == ["code", "weights", "code", "weights"]
+        assert checkpoint.worked == ["code", "weights"] * 2 + ["weights"]
+
+    @pytest.mark.parametrize("minimum", ["true", "false"])
+    def test_settings_that_are_true_or_false(self, checkpoint: FakeCheckpoint, recipe: Path, minimum: str) -> None:
+        settings = ("quantize.weights=int4_rtn", f"quantize.minimum={minimum}")
+        first, again = build(recipe, *settings), build(recipe, *settings)
+        assert (again.path, again.existed, again.reused) == (first.path, True, {"bundle": True})
+        assert checkpoint.worked == ["code", "weights"]
 
     def test_latest_follows_a_build_that_did_nothing(self, checkpoint: FakeCheckpoint, recipe: Path) -> None:
         first, other = build(recipe), build(recipe, "engine.max_sequences=1")
@@ -127,6 +135,16 @@ class TestExplain:
         assert said["bundle"] == said["weights"] == "miss: source cdcdcdcdcd → efefefefef"
         assert said["code"] == "hit"
 
+    def test_config_alone_changed(self, checkpoint: FakeCheckpoint, recipe: Path, store: Store) -> None:
+        """What the config says ends up in vectors: the digest of the checkpoint is not trusted to show it."""
+        build(recipe)
+        (whole,) = (entry for entry in store.all() if entry.record.stage == "bundle")
+        store.remove(whole.path)
+        checkpoint.config = {"rope_theta": 500000.0}
+        said = explained(recipe)
+        assert said["weights"] == "miss: model.rope.theta `10000.0` → `500000.0`"
+        assert said["code"] == "hit"
+
     def test_our_code_and_a_tool_changed(
         self, checkpoint: FakeCheckpoint, recipe: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -148,15 +166,17 @@ class TestExplain:
 
 
 def test_the_keys_see_our_own_files() -> None:
-    parts = stages._own(stages._BUILDING)
-    assert {
-        "our.compiler/pipeline.py",
-        "our.plugins/cpu/plan.h",
-        "our.checkpoint/hf.py",
-        "our.recipe.py",
-    } <= parts.keys()
-    assert {"our.plugins/cpu/plan.h", "our.compiler/cpu/toolchain.py"} <= stages._own(stages._COMPILING).keys()
-    assert {"our.compiler/cpu/pack.py", "our.quantize/formats.py"} <= stages._own(stages._PACKING).keys()
+    root = Path(__file__).parent.parent
+    folders = [root / name for name in ("compiler", "quantize", "plugins")] + [root / "plankiln" / "checkpoint"]
+    modules, headers = (
+        {f"our.{path.relative_to(folder.parent)}" for folder in folders for path in folder.rglob(pattern)}
+        for pattern in ("*.py", "*.h")
+    )
+    assert stages._own(stages._PACKING).keys() == modules
+    shared = {"our.manifest.py", "our.recipe.py", "our.target.py", "our.chat_template.py"}
+    assert stages._own(stages._BUILDING).keys() == modules | headers | shared
+    assert headers | {"our.compiler/cpu/toolchain.py"} <= stages._own(stages._COMPILING).keys()
+    assert {"tokenizers", "jinja2", "gguf", "onnx"} <= set(stages._BUILDING_TOOLS)
 
 
 def test_headers_edited_during_a_build_poison_no_entry(
@@ -281,6 +301,18 @@ class TestSize:
         assert len(collect(store, 0).removed) == 3
         assert build(recipe).digest == first.digest
         assert checkpoint.worked == ["code", "weights"] * 2
+
+    def test_a_store_that_cannot_be_cleaned_up_fails_no_build(
+        self, checkpoint: FakeCheckpoint, recipe: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def refuse(parent: Path) -> None:
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+        monkeypatch.setattr(store_care, "sweep", refuse)
+        recorder = Recorder()
+        open_bundle(build(recipe, progress=recorder).path, verify="full")
+        (note,) = recorder.notes
+        assert note == "the store may be larger than its limit: cannot write the stage store (Permission denied)"
 
     def test_unusable_limit_before_any_work(
         self, checkpoint: FakeCheckpoint, recipe: Path, monkeypatch: pytest.MonkeyPatch

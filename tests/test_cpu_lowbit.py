@@ -12,9 +12,11 @@ from checkpoints import write_tiny_gguf, write_tiny_hf
 from plans import VARIANTS, packed_step, plan
 from program_reference import ReferencePlan
 
-from plankiln.compiler.cpu.pack import packed
+from plankiln.checkpoint import open_checkpoint
+from plankiln.compiler.cpu.pack import packed, weight_offsets
 from plankiln.compiler.precision import Precision
-from plankiln.errors import ExportError
+from plankiln.errors import CheckpointError, ExportError
+from plankiln.quantize.formats import quantize_activations
 from plankiln.runtime.cpu import CpuEngine
 
 SEED = int(os.environ["PLANKILN_SEED"])
@@ -125,10 +127,64 @@ def test_a_gguf_files_blocks_are_kept_bit_for_bit(sources: dict[int, Path], tmp_
         assert packed(weight).nbytes == weight.nbytes
 
 
+@pytest.mark.parametrize(
+    "kinds",
+    [
+        {"attn_v": "Q8_0"},
+        {"attn_v": "Q8_0", "attn_q": "Q5_0", "attn_k": "Q5_0"},
+        {"ffn_up": "Q8_0", "ffn_down": "Q4_1", "token_embd": "F16"},
+    ],
+    ids=str,
+)
+def test_keep_takes_files_that_mix_formats(sources: dict[int, Path], tmp_path: Path, kinds: dict[str, str]) -> None:
+    """Matrices that are joined meet in bf16 where they differ; all else is kept."""
+    source = write_tiny_gguf(tmp_path / "model.gguf", sources[32], kind="Q4_0", kinds=kinds)
+    program, engine = plan(source, tmp_path / "keep", weights=Precision("keep", activations="fp32"), kv="fp32")
+    formats = {str(w.format) for w in program.weights if w.layout == "tiles"}
+    assert "bfloat16" in formats
+    assert len(formats) >= 2
+    engine.allocate_kv(BLOCKS)
+    twin = ReferencePlan(program, BLOCKS, 16)
+    for step in ragged_steps(program.vocab, SEED):
+        got, want = engine.execute(step), twin.execute(step)
+        assert np.abs(got - want).max() <= 3e-2 * np.abs(want).max()
+
+
+def test_a_damaged_scale_of_a_kept_block_is_refused(sources: dict[int, Path], tmp_path: Path) -> None:
+    source = write_tiny_gguf(tmp_path / "model.gguf", sources[32], kind="Q8_0")
+    reader = open_checkpoint(str(source), base=tmp_path)
+    name = "model.layers.0.mlp.down_proj.weight"
+    block = bytes(reader.read_blocks(name)[3, :34])
+    data = source.read_bytes()
+    assert data.count(block) == 1
+    source.write_bytes(data.replace(block, b"\x00\x7e" + block[2:]))  # a NaN scale
+    with pytest.raises(CheckpointError, match=f"non-finite values in tensor `{name}`"):
+        plan(source, tmp_path / "keep", weights=Precision("keep"))
+
+
+def test_activations_of_almost_nothing_stay_finite(sources: dict[int, Path], tmp_path: Path) -> None:
+    q, scale = quantize_activations(np.full((1, 32), 1e-38, np.float32), 32)
+    assert not q.any()
+    assert np.isfinite(scale).all()
+    program, engine = plan(sources[32], tmp_path, weights=Precision("int8_rtn"), kv="fp32")
+    norm = next(w for w in program.weights if w.name == "model.norm.weight")
+    offset = weight_offsets(program)[0][norm]
+    weights = np.array(engine._weights)
+    weights[offset : offset + norm.nbytes] = np.full(norm.n, 1e-38, np.float32).view(np.uint8)
+    aligned = np.empty(weights.nbytes + 64, np.uint8)
+    start = -aligned.ctypes.data % 64
+    aligned[start : start + weights.nbytes] = weights
+    tiny = CpuEngine(tmp_path / "plan.so", aligned[start : start + weights.nbytes], engine.capabilities, 2)
+    tiny.allocate_kv(1)
+    assert np.isfinite(tiny.execute(packed_step([[1, 2, 3]], [0], [[0]]))).all()
+
+
 def test_a_width_that_is_not_whole_groups_is_refused_with_those_that_fit(
     sources: dict[int, Path], tmp_path: Path
 ) -> None:
     with pytest.raises(ExportError) as caught:
         plan(sources[32], tmp_path, weights=Precision("int4_rtn", group=64))
-    assert "`model.layers.0.mlp.down_proj.weight` has 160 columns, not whole groups of 64" in str(caught.value)
+    where = "`model.layers.0.mlp.down_proj.weight` and 1 other matrices have 160 columns, not whole groups of 64"
+    assert where in str(caught.value)
+    assert len(caught.value.problems) == 1
     assert "`quantize.group_size` may be 32" in str(caught.value)

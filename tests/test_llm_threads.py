@@ -106,6 +106,26 @@ def test_turns_come_in_the_order_of_asking() -> None:
     assert sum(one == other for one, other in itertools.pairwise(middle)) < 10
 
 
+def test_a_turn_inside_a_turn_does_not_wait_for_those_behind() -> None:
+    turns, done = Turns(), list[str]()
+
+    def work() -> None:
+        last = turns._last
+        other.start()
+        while turns._last is last:  # until the other thread is in the queue
+            time.sleep(0.001)
+        turns.take(lambda: done.append("inner"))
+        done.append("outer")
+
+    other = threading.Thread(target=turns.take, args=(lambda: done.append("other"),), daemon=True)
+    thread = threading.Thread(target=turns.take, args=(work,), daemon=True)
+    thread.start()
+    thread.join(10)
+    assert done[:2] == ["inner", "outer"]
+    other.join(10)
+    assert done == ["inner", "outer", "other"]
+
+
 def test_an_interrupted_wait_lets_no_second_thread_in() -> None:
     turns, inside, most = Turns(), list[int](), list[int]()
 

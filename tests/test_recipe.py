@@ -284,6 +284,7 @@ MISTAKES: list[tuple[str, int, str, str]] = [
     ("quantize: {weights: null}", 4, "`quantize.weights` cannot be nothing", "known: fp32"),
     ("quantize: {weights: [fp32]}", 4, "`quantize.weights` cannot be a list", "known: fp32"),
     ("quantize: {kv_cache: int4}", 4, "`quantize.kv_cache` cannot be `int4`", "known: fp32, bf16, fp16, fp8, int8"),
+    ("quantize: {weights: int4_rtn, group_size: 16}", 4, "`group_size` 16 has no kernel with `int4_rtn`", "64 or 128"),
     ("quantize: {weights: int8_rtn, minimum: true}", 4, "`minimum` means nothing for `weights: int8_rtn`", "null"),
     ("quantize: {activations: int8}", 4, "`activations` means nothing for `weights: bf16`", "remove it"),
     ("quantize: {weights: keep, activations: int4}", 4, "`quantize.activations` cannot be `int4`", "int8"),

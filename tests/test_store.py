@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from faults import killed_after, killed_at
+from pydantic import ValidationError
 
 from plankiln.compiler import atomic, store
 from plankiln.compiler.store import Entry, Stage, Store
@@ -55,6 +56,13 @@ def notes() -> list[str]:
 @pytest.fixture
 def kept(tmp_path: Path, notes: list[str]) -> Store:
     return Store(tmp_path / "store", notes.append)
+
+
+def foreign(path: Path) -> None:
+    """Let another user own the file."""
+    if os.geteuid():
+        pytest.skip("only root can give files away")
+    os.chown(path, 12345, -1)
 
 
 def assert_consistent(kept: Store) -> None:
@@ -108,6 +116,13 @@ class TestEntries:
             put(kept, work=work)
         assert list(kept.entries.iterdir()) == []
 
+    def test_a_record_that_could_not_be_read_again(self, kept: Store) -> None:
+        """Our own mistake, found before there is an entry."""
+        stage = Stage("code", {**CODE.parts, "minimum": True}, CODE.files)
+        with pytest.raises(ValidationError):
+            put(kept, stage)
+        assert list(kept.entries.iterdir()) == []
+
     def test_failed_work_leaves_nothing(self, kept: Store) -> None:
         def work(made: Path) -> dict[str, Any]:
             (made / "plan.so").write_text("half")
@@ -143,6 +158,9 @@ class TestAbsentStaleCorrupt:
             (lambda path: (path / "entry.json").unlink(), "has no entry.json"),
             (lambda path: (path / "entry.json").write_text("{}"), "has a damaged entry.json"),
             (lambda path: (path / "plan.so").chmod(0o666), "has a `plan.so` that others can change"),
+            (lambda path: foreign(path / "plan.so"), "has a `plan.so` that others can change"),
+            (lambda path: (path / "entry.json").chmod(0o664), "has a `entry.json` that others can change"),
+            (lambda path: path.chmod(0o775), "is a directory that others can change"),
             (lambda path: (path / "more").write_text(""), "has an extra file `more`"),
         ],
     )
@@ -186,6 +204,19 @@ class TestTwoAtOnce:
         assert [os.waitpid(pid, 0)[1] for pid in children] == [0] * 5
         assert len(list(tmp_path.glob("worked-*"))) == 1
         assert_consistent(kept)
+
+    def test_collecting_spares_a_workspace_that_is_being_made(self, kept: Store) -> None:
+        """It lies there for a moment before its own lock is held; the lock of what it lies in is, all the time."""
+        put(kept)
+        made = kept.entries / ".tmp-1-abc"
+        other = threading.Thread(target=lambda: collect(kept, 1 << 30))
+        with atomic.locked(kept.entries):
+            made.mkdir()
+            other.start()
+            other.join(0.3)
+            assert made.is_dir()
+        other.join()
+        assert not made.exists(), "this one was never locked"
 
     def test_the_one_that_waits_says_so(self, kept: Store) -> None:
         said = threading.Event()
@@ -306,6 +337,13 @@ class TestSize:
         assert collect(kept, 0).kept_bytes == 0
         assert kept.all() == []
 
+    def test_an_entry_that_goes_while_collecting(self, kept: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+        put(kept)
+        readable = kept.all()
+        kept.remove(readable[0].path)
+        monkeypatch.setattr(kept, "all", lambda: readable)
+        assert collect(kept, 1 << 30).kept_bytes == readable[0].nbytes > readable[0].record.nbytes
+
     def test_limit(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv("PLANKILN_STORE_LIMIT", raising=False)
         assert size_limit() == 20 << 30
@@ -368,11 +406,28 @@ class TestRefusals:
         with pytest.raises(BuildError, match="Read-only file system"):
             put(kept)
 
-    def test_a_store_that_others_can_write(self, kept: Store) -> None:
+    @pytest.mark.parametrize("name", [".", "entries", "locks", "digests"])
+    def test_a_store_that_others_can_write(self, kept: Store, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
         put(kept)
-        kept.root.chmod(0o777)
+        folder = kept.root / name
+        folder.chmod(0o775)
+        with pytest.raises(BuildError, match=rf"others can write the stage store: `{folder}`\nhint: .* chmod go-w"):
+            put(kept)
+        folder.chmod(0o755)
+        put(kept)
+        foreign(folder)
         with pytest.raises(BuildError, match="others can write the stage store"):
             put(kept)
+
+
+def test_a_mode_that_is_right_is_left_alone(tmp_path: Path) -> None:
+    """Setting it again would move the time stamp under which a digest is remembered."""
+    (tmp_path / "a").write_text("x")
+    atomic.sync_tree(tmp_path)
+    before = (tmp_path / "a").stat().st_ctime_ns
+    time.sleep(0.01)
+    atomic.sync_tree(tmp_path)
+    assert (tmp_path / "a").stat().st_ctime_ns == before
 
 
 def test_link_or_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

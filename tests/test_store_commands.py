@@ -162,3 +162,25 @@ def test_links_are_no_files(store: Store, tmp_path: Path) -> None:
             target.addfile(member)
     with pytest.raises(BuildError, match="not a sound archive"):
         import_entries(Store(tmp_path / "other"), path)
+
+
+def test_an_archive_cut_between_two_entries_or_empty_is_refused(store: Store, tmp_path: Path) -> None:
+    """The index at its head says what must follow."""
+    whole = exported(store)
+    path = tmp_path / "cut.tar"
+    members = []
+    with tarfile.open(fileobj=io.BytesIO(whole)) as source:
+        members = [(member, source.extractfile(member)) for member in source.getmembers()]
+        for keep in range(len(members)):
+            with tarfile.open(path, "w") as target:
+                for member, content in members[:keep]:
+                    target.addfile(member, content)
+                    assert content is not None
+                    content.seek(0)
+            other = Store(tmp_path / f"other{keep}")
+            with pytest.raises(BuildError, match="not a sound archive"):
+                import_entries(other, path)
+    for junk in (b"", bytes(1 << 20)):
+        path.write_bytes(junk)
+        with pytest.raises(BuildError, match="not a sound archive"):
+            import_entries(store, path)

@@ -33,6 +33,8 @@ PK_INLINE void store_int8(int8_t* p, v16 a) {
 // Bytes from one row to the next.
 template <int G> PK_INLINE int64_t int8_stride(int64_t width) { return (width + width / G * 8 + 63) / 64 * 64; }
 
+constexpr float SMALLEST_PEAK = 1e-30f;  // below it a group counts as zero: 127 / peak must stay finite
+
 // x [width] to one row: scale = max|x|/127 and values x·(127/max|x|) rounded to nearest even, for each group.
 // A row with NaN or infinity gets NaN scales, so that it stays visible.
 template <int G>
@@ -50,7 +52,7 @@ static void quantize_row(Int8<G>* row, const float* x, int64_t width) {
       highest = max(highest, max(v, sub(zero(), v)));
     }
     float peak = maximum(highest);
-    v16 inverse = set1(peak > 0 ? 127.0f / peak : 0.0f), total = zero();
+    v16 inverse = set1(peak >= SMALLEST_PEAK ? 127.0f / peak : 0.0f), total = zero();
     for (int k = 0; k < G; k += 16) {
       v16 q = round_nearest(mul(load(group + k), inverse));
       store_int8(values + g * G + k, q);

@@ -11,6 +11,7 @@
 
 template <int BITS_, int GROUP_, bool MIN_> struct Quantized {
   static constexpr int BITS = BITS_, GROUP = GROUP_;
+  static_assert((BITS == 4 || BITS == 8) && GROUP % 32 == 0, "groups are made of parts of 32 columns");
   static constexpr bool MIN = MIN_;
   static constexpr float OFFSET = 1 << (BITS - 1);
   static constexpr int LOADS = BITS == 4 ? 4 : 8;                          // of 64 bytes, for a half's part
