@@ -28,12 +28,14 @@ def rounded(x: Array, element: str | Int8) -> Array:
 class ReferencePlan:
     """Runs steps of `program` in float64 between the roundings the plan declares.
 
+    int8: whether activations are rounded to int8 where the plan does so.
     k, v: the cache, [layer][block, slot, head, dim].
     """
 
     program: Program
     blocks: int
     block_size: int
+    int8: bool = True
     k: list[Array] = field(default_factory=list)
     v: list[Array] = field(default_factory=list)
     values: dict[Buffer, Array] = field(default_factory=dict)
@@ -50,7 +52,8 @@ class ReferencePlan:
 
     def put(self, buffer: Buffer, value: Array) -> None:
         assert value.shape[1] == buffer.width
-        self.values[buffer] = rounded(value, buffer.element)
+        element = "float32" if isinstance(buffer.element, Int8) and not self.int8 else buffer.element
+        self.values[buffer] = rounded(value, element)
 
     @staticmethod
     def weight(weight: Weight) -> Array:
