@@ -10,9 +10,9 @@ import onnx_ir as ir
 import pytest
 
 from plankiln.checkpoint import open_checkpoint
-from plankiln.compiler.cpu import compile as cpu_compile
-from plankiln.compiler.cpu.lower import lower
+from plankiln.compiler.cpu.compile import compile_code, lower_cpu, pack_weights
 from plankiln.compiler.cpu.program import Program
+from plankiln.compiler.cpu.toolchain import find_compiler
 from plankiln.compiler.export import export_decoder
 from plankiln.compiler.families import decoder_spec
 from plankiln.compiler.formats import Format
@@ -79,9 +79,10 @@ def plan(
     )
     model = fused_graph(source, weights, kv, max_context, block_size)
     resolved = get_target(target) if isinstance(target, str) else target
-    cpu_compile.compile_cpu(model, resolved, out, source.name, compiler_flags=strict_flags())
-    program = lower(model, source.name)
-    return program, load(out, program, limits, threads)
+    lowered = lower_cpu(model, resolved, source.name)
+    compile_code(lowered, find_compiler(), out, strict_flags())
+    pack_weights(lowered, out, lambda what, done, total: None)
+    return lowered.program, load(out, lowered.program, limits, threads)
 
 
 def load(out: Path, program: Program, limits: PlanLimits, threads: int) -> CpuEngine:

@@ -13,7 +13,7 @@ from plankiln.compiler.cpu.lower import lower
 from plankiln.compiler.cpu.memory import plan_memory
 from plankiln.compiler.cpu.pack import weight_offsets, write_weights
 from plankiln.compiler.cpu.program import Int8, Program
-from plankiln.compiler.cpu.toolchain import Compiler, compile_plan, find_compiler, needed_glibc
+from plankiln.compiler.cpu.toolchain import Compiler, compile_plan, needed_glibc
 from plankiln.compiler.formats import Element
 from plankiln.quantize.formats import BlockFormat
 from plankiln.target import Target
@@ -86,16 +86,6 @@ def describe_plan(source: CpuSource, compiler: Compiler, glibc: str) -> CpuPlan:
         glibc=glibc,
         flags=source.target.flags,
     )
-
-
-def compile_cpu(
-    model: ir.Model, target: Target, out_dir: Path, name: str, compiler_flags: tuple[str, ...] = ()
-) -> CpuPlan:
-    """All of the above at once: plan.cc, plan.so and weights.bin in out_dir."""
-    source, compiler = lower_cpu(model, target, name), find_compiler()
-    glibc = compile_code(source, compiler, out_dir, compiler_flags)
-    pack_weights(source, out_dir, lambda what, done, total: None)
-    return describe_plan(source, compiler, glibc)
 
 
 _SHORT: dict[Element, str] = {"float32": "fp32", "bfloat16": "bf16"}

@@ -114,7 +114,6 @@ PK_INLINE v16 odd(const bf16* p) {
   return {odd_half(_mm256_loadu_si256(q)), odd_half(_mm256_loadu_si256(q + 1))};
 }
 #else
-#define PK_GENERIC 1
 typedef float f32x16 __attribute__((vector_size(64)));
 typedef int32_t i32x16 __attribute__((vector_size(64)));
 typedef uint16_t u16x16 __attribute__((vector_size(32)));
