@@ -7,13 +7,12 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import cast, get_args
+from typing import cast
 
 from plankiln.chat_template import ChatTemplate
 from plankiln.checkpoint import Checkpoint
 from plankiln.compiler.families import DecoderSpec
-from plankiln.compiler.formats import ELEMENTS, NUMPY, Format
-from plankiln.compiler.precision import WeightChoice
+from plankiln.compiler.formats import KV_ONNX, KvFormat, kv_row_bytes
 from plankiln.errors import BuildError, BundleError, Problem, RecipeError
 from plankiln.recipe import ResolvedTarget, load_recipe
 
@@ -74,8 +73,8 @@ def check_model(checkpoint: Checkpoint, spec: DecoderSpec, targets: Sequence[Res
             problems += [Problem(f"{found.what}: {found.where}", origin, found.hint) for found in error.problems]
     for target in targets:
         engine = target.engine
-        element = NUMPY[ELEMENTS[cast(Format, target.quantize.kv_cache)]].itemsize
-        block = 2 * spec.layers * spec.kv_heads * spec.head_dim * element * engine.block_size
+        row = kv_row_bytes(cast(KvFormat, target.quantize.kv_cache), spec.head_dim)
+        block = 2 * spec.layers * spec.kv_heads * row * engine.block_size
         if block > engine.kv_memory:
             what = f"`engine.kv_memory` of {engine.kv_memory} bytes holds no block of the KV cache, which takes {block}"
             context = -(-engine.max_context // engine.block_size) * block
@@ -96,12 +95,11 @@ def _obstacle(resolved: ResolvedTarget) -> _Obstacle | None:
         return _Obstacle("GPU targets are not built yet", (_ANY_CPU,))
     if target.flags and platform.machine().lower() not in ("x86_64", "amd64"):
         return _Obstacle(f"it is for x86-64, and this machine is `{platform.machine()}`", (_ANY_CPU,))
-    if quantize.weights not in (known := get_args(WeightChoice)):
-        reason = f"`quantize.weights: {quantize.weights}` is not built yet, only {', '.join(known)} are"
-        details = [key for key in ("group_size", "minimum", "activations") if getattr(quantize, key) is not None]
-        return _Obstacle(reason, ("quantize.weights=bf16", *(f"quantize.{key}=null" for key in details)))
-    if quantize.kv_cache not in ELEMENTS:
-        reason = f"`quantize.kv_cache: {quantize.kv_cache}` is not built yet, only {', '.join(ELEMENTS)} are"
+    if quantize.weights == "nvfp4":
+        reason = "no CPU kernel multiplies `nvfp4`: it is calibrated here, for GPUs that have it (SM100 and up)"
+        return _Obstacle(reason, ("quantize.weights=int4_awq", "quantize.group_size=auto"))
+    if quantize.kv_cache not in KV_ONNX:
+        reason = f"`quantize.kv_cache: {quantize.kv_cache}` is not built yet, only {', '.join(KV_ONNX)} are"
         return _Obstacle(reason, ("quantize.kv_cache=bf16",))
     if engine.block_size % _BLOCK:
         reason = f"`engine.block_size: {engine.block_size}`: a CPU plan needs a multiple of {_BLOCK} tokens"

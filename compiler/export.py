@@ -3,27 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import onnx_ir as ir
 
 from plankiln.checkpoint import EMBEDDING, LM_HEAD
 from plankiln.compiler import graph as g
+from plankiln.compiler.activations import add_bfloat16, add_dynamic_quantize, add_functions, prepare_input
 from plankiln.compiler.blocks import BlockReference
 from plankiln.compiler.families import DecoderSpec
-from plankiln.compiler.formats import ELEMENTS, ONNX, Element, Format
+from plankiln.compiler.formats import Format, KvFormat
 from plankiln.compiler.graph import BFLOAT16, FLOAT, INT32, INT64, Dimension
-from plankiln.compiler.matrices import MatrixReference, add_dynamic_quantize, add_functions, add_matrix
+from plankiln.compiler.kv_cache import cache_inputs, cache_outputs, cache_scales, check_scales
+from plankiln.compiler.matrices import MatrixReference, add_matrix
 from plankiln.compiler.precision import Precision
-from plankiln.compiler.weights import WeightSource, whole
+from plankiln.compiler.weights import Slice, WeightSource, stored_dimensions, whole
 from plankiln.errors import ExportError
 from plankiln.plugins.onnx_body import DOMAIN, OPSET
 from plankiln.plugins.paged_attention import schema
-from plankiln.plugins.paged_attention.onnx_function import paged_attention_function
+from plankiln.plugins.paged_attention.onnx_function import paged_attention_function, storage_of
 from plankiln.quantize.formats import BlockFormat
 
-ALIAS = "alias"
 IR_VERSION = 11
 
 
@@ -33,15 +34,16 @@ def export_decoder(
     *,
     weights: Precision | Format,
     max_context: int,
-    kv_cache: Format,
+    kv_cache: KvFormat,
     block_size: int,
 ) -> ir.Model:
-    """The decoder's graph. Reads headers only: seconds and megabytes for any model size.
+    """The decoder's graph. Reads headers, and scales of activations: seconds and megabytes for any model size.
 
     weights: how matrices and embeddings are stored (norms and biases stay float32); kv_cache: format of the cache
     inputs; max_context, block_size in tokens. A KV output's metadata "alias" names the input whose memory it is, a
     node's "layer" its layer. `Checkpoint.validate(spec.expected_tensors())` must have passed. Raises ExportError when
-    max_context is beyond the model's reach, or a matrix is not whole groups of its low-bit format.
+    max_context is beyond the model's reach, a matrix is not whole groups of its low-bit format, or an fp8 cache has no
+    scales.
     """
     if not 1 <= max_context <= spec.max_position:
         raise ExportError(
@@ -50,9 +52,9 @@ def export_decoder(
         )
     precision = Precision(weights) if isinstance(weights, str) else weights
     precision.check(checkpoint, [name for name, shape in spec.expected_tensors().items() if len(shape) == 2])
-    inputs = _step_inputs()
-    caches = _cache_inputs(spec, ONNX[ELEMENTS[kv_cache]], block_size)
-    return _Exporter(spec, checkpoint, precision, max_context, inputs, caches).model()
+    check_scales(checkpoint, kv_cache)
+    caches = cache_inputs(spec, kv_cache, block_size)
+    return _Exporter(spec, checkpoint, precision, max_context, kv_cache, _step_inputs(), caches).model()
 
 
 def save_onnx(model: ir.Model, path: Path, *, inline_bytes: int = 256) -> None:
@@ -75,26 +77,21 @@ def _step_inputs() -> dict[str, ir.Value]:
     return {name: g.value(name, INT32, shape) for name, shape in shapes.items()}
 
 
-def _cache_inputs(spec: DecoderSpec, dtype: ir.DataType, block_size: int) -> list[tuple[ir.Value, ir.Value]]:
-    shape = ("blocks", block_size, spec.kv_heads, spec.head_dim)
-    return [(g.value(f"k_cache.{i}", dtype, shape), g.value(f"v_cache.{i}", dtype, shape)) for i in range(spec.layers)]
-
-
 @dataclass
 class _Exporter:
-    """Builds one graph, layer by layer, in execution order. `caches` has the key and value inputs of each layer."""
+    """Builds one graph, layer by layer, in execution order. `caches` has the cache inputs of each layer by name."""
 
     spec: DecoderSpec
     checkpoint: WeightSource
     precision: Precision
     max_context: int
+    kv_cache: KvFormat
     step: dict[str, ir.Value]
-    caches: list[tuple[ir.Value, ir.Value]]
+    caches: list[dict[str, ir.Value]]
 
     def __post_init__(self) -> None:
-        inputs = [*self.step.values(), *(cache for pair in self.caches for cache in pair)]
+        inputs = [*self.step.values(), *(cache for layer in self.caches for cache in layer.values())]
         self.graph = ir.Graph(inputs, [], nodes=[], opset_imports={"": OPSET, DOMAIN: 1}, name=self.spec.architecture)
-        self._rounded: dict[tuple[ir.Value, str | int], ir.Value] = {}
 
     def model(self) -> ir.Model:
         hidden, position_ids = self._embed(), self._position_ids()
@@ -110,9 +107,12 @@ class _Exporter:
             hidden = self._residual(hidden, self._mlp(normed, prefix, layer), f"{prefix}mlp_residual", layer)
         self.graph.outputs.extend([self._logits(hidden), *cache_outputs])
         model = ir.Model(self.graph, ir_version=IR_VERSION, producer_name="plankiln")
-        g.add_function(model, paged_attention_function(do_rotary=False))
+        g.add_function(model, paged_attention_function(do_rotary=False, storage=self._storage()))
         add_functions(model)
         return model
+
+    def _storage(self) -> schema.Storage:
+        return storage_of(self.caches[0]["k_cache"].dtype)
 
     def _op(
         self,
@@ -131,10 +131,10 @@ class _Exporter:
 
     def _matrix(self, tensor: str, *, transposed: bool = False) -> MatrixReference:
         form = self.precision.of(self.checkpoint, tensor)
-        reference = whole(self.checkpoint, tensor, "float32" if isinstance(form, BlockFormat) else form)
-        if isinstance(form, BlockFormat):
-            return BlockReference(self.checkpoint, reference.parts, form, transposed)
-        return replace(reference, transposed=transposed)
+        if isinstance(form, str):
+            return whole(self.checkpoint, tensor, form, transposed=transposed)
+        parts = (Slice(tensor, 0, stored_dimensions(self.checkpoint, tensor)[0]),)
+        return BlockReference(self.checkpoint, parts, form, transposed, self.precision.clip)
 
     def _vector(self, tensor: str) -> ir.Value:
         return g.weight(self.graph, tensor, whole(self.checkpoint, tensor, "float32"))
@@ -175,26 +175,20 @@ class _Exporter:
     def _residual(self, residual: ir.Value, x: ir.Value, name: str, layer: int) -> ir.Value:
         return self._op("Add", [residual, x], name, ("tokens", self.spec.hidden_size), layer)
 
-    def _round(self, x: ir.Value, form: Element | BlockFormat, layer: int | None) -> ir.Value:
-        """x as the kernels for `form` see it, still float32; made once for all linears that read x alike."""
-        if form == "float32" or (isinstance(form, BlockFormat) and self.precision.activations == "fp32"):
-            return x
-        key = x, form if isinstance(form, str) else form.group
-        if key not in self._rounded:
-            if isinstance(form, BlockFormat):
-                self._rounded[key] = add_dynamic_quantize(self.graph, x, form.group, layer)
-            else:
-                narrow = self._op("Cast", [x], f"{x.name}.bf16", g.dimensions(x), layer, BFLOAT16, to=BFLOAT16)
-                self._rounded[key] = self._op("Cast", [narrow], f"{x.name}.rounded", g.dimensions(x), layer, to=FLOAT)
-        return self._rounded[key]
-
     def _linear(
         self, x: ir.Value, name: str, layer: int | None, *, bias: bool, rows: str = "tokens", weight: str | None = None
     ) -> ir.Value:
         """x @ W (+ b). `weight` names the checkpoint tensor where it is not `name`.weight (a tied head)."""
-        reference = self._matrix(weight or f"{name}.weight", transposed=True)
-        form = reference.format if isinstance(reference, BlockReference) else reference.dtype
-        x = self._round(x, form, layer)
+        tensor = weight or f"{name}.weight"
+        reference = self._matrix(tensor, transposed=True)
+        stored = self.precision.input_of(self.checkpoint, tensor)
+        x = prepare_input(self.graph, x, stored, name, layer)
+        if isinstance(reference, BlockReference):
+            dynamic = self.precision.activations != "declared" and stored.rounding is None
+            if dynamic and isinstance(reference.format, BlockFormat) and not reference.per_channel:
+                x = add_dynamic_quantize(self.graph, x, reference.format.group, layer)
+        elif reference.dtype == "bfloat16":
+            x = add_bfloat16(self.graph, x, layer)
         matrix = add_matrix(self.graph, f"{name}.weight", reference, layer)
         shape = (rows, reference.shape[1])
         product = self._op("MatMul", [x, matrix], f"{name}.product" if bias else name, shape, layer)
@@ -218,20 +212,21 @@ class _Exporter:
             scale=spec.scale,
             local_window_size=spec.windows[layer] or -1,
         )
-        k_cache, v_cache = self.caches[layer]
+        given = self.caches[layer]
+        scales = cache_scales(self.graph, self.checkpoint, self.kv_cache, layer)
         attended = g.value(f"{prefix}attn", FLOAT, ("tokens", spec.heads * spec.head_dim))
-        caches = [g.like(k_cache, f"k_cache_out.{layer}"), g.like(v_cache, f"v_cache_out.{layer}")]
-        for output, source in zip(caches, (k_cache, v_cache), strict=True):
-            output.metadata_props[ALIAS] = str(source.name)
+        caches = cache_outputs(given, layer)
         step = [self.step[name] for name in ("seq_starts", "context_lens", "block_table")]
+        scale_caches = [value for name, value in given.items() if "scale" in name]
         self.graph.append(
             g.node(
                 schema.OP_TYPE,
-                [query, key, value, k_cache, v_cache, *step],
+                [query, key, value, given["k_cache"], given["v_cache"], *step, *scales, *scale_caches],
                 [attended, *caches],
                 attributes.as_dict(),
                 layer=layer,
                 domain=DOMAIN,
+                overload=schema.overload(do_rotary=False, storage=self._storage()),
             )
         )
         return self._linear(attended, f"{prefix}o_proj", layer, bias=spec.o_bias), caches

@@ -51,6 +51,7 @@ _BOOKKEEPING = frozenset(
         "id2label",
         "label2id",
         "problem_type",
+        "quantization_config",  # the checkpoint's reader understood it, or would not have opened it
         "prefix",
         "task_specific_params",
         "finetuning_task",
@@ -98,7 +99,6 @@ _FIXED: dict[str, tuple[object, str]] = {
     "use_mrope": (False, "multimodal RoPE is not supported"),
     "pruned_heads": ({}, "save the model with its pruned heads removed"),
     "auto_map": (None, "a model with code of its own cannot be exported; remove the key if the family's own code fits"),
-    "quantization_config": (None, "use the unquantized checkpoint, or a GGUF file"),
     "compression_config": (None, "use the unquantized checkpoint, or a GGUF file"),
 }
 

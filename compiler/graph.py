@@ -107,17 +107,20 @@ def int64s(graph: ir.Graph, values: Sequence[int]) -> ir.Value:
 
 
 def replace(graph: ir.Graph, anchor: ir.Node, new: ir.Node, outputs: Mapping[ir.Value, ir.Value]) -> None:
-    """Put `new` after `anchor` and let it take over: each old value's readers and name go to its replacement.
+    """Put `new` after `anchor` and let it take over: each old value's readers and name go to its replacement (`anchor`
+    goes on reading the old).
 
     What nobody reads any more stays until `tidy`. No old value may be an output of the graph.
     """
     for old, replacement in outputs.items():
         replacement.name, old.name = old.name, f"{old.name}.replaced"
+        if made_by := old.producer():
+            made_by.name = made_by.outputs[0].name
     new.name = new.outputs[0].name
     graph.insert_after(anchor, new)
     for old, replacement in outputs.items():
         for user, index in list(old.uses()):
-            if user is not new:
+            if user not in (new, anchor):
                 user.replace_input_with(index, replacement)
 
 

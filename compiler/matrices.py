@@ -1,7 +1,8 @@
 """How a matrix stands in the graph: initializers and the nodes that turn them into float32, and the way back.
 
-float32: the initializer itself. bf16: Cast. Symmetric blocks: DequantizeLinear, blocked along K, with its float16
-scales cast to float32 first so that products stay exact. Blocks with a minimum: plankiln::DequantizeBlocks.
+float32: the initializer itself. bf16: Cast. Symmetric blocks: DequantizeLinear, blocked along K, with float16 scales
+cast to float32 first so that products stay exact. One scale a row (int8, e4m3): DequantizeLinear along N. Blocks with a
+minimum: plankiln::DequantizeBlocks.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from plankiln.compiler.blocks import BlockReference, BlockTensor, Component, con
 from plankiln.compiler.weights import Reference, concatenated, reference_of
 from plankiln.plugins import quantized_ops
 from plankiln.plugins.onnx_body import DOMAIN
+from plankiln.quantize.formats import BlockFormat
 
 MatrixReference = Reference | BlockReference
 
@@ -37,7 +39,11 @@ def add_matrix(
         value = g.weight(graph, name, reference)
         if reference.dtype == "bfloat16":
             value = op("Cast", [value], "float32", to=int(g.FLOAT))
+    elif reference.per_channel:
+        q, scale = (_component(graph, name, reference, which) for which in ("q", "scale"))
+        value = op("DequantizeLinear", [q, scale], "float32", axis=1 if reference.transposed else 0)
     else:
+        assert isinstance(reference.format, BlockFormat)
         group, axis = reference.format.group, 0 if reference.transposed else 1
         if reference.rows_columns[1] % group:
             raise ValueError(f"`{name}` has {reference.rows_columns[1]} columns, not whole groups of {group}")
@@ -47,8 +53,9 @@ def add_matrix(
             inputs = [q, scale, minimum]
             value = op(quantized_ops.DEQUANTIZE_BLOCKS, inputs, "float32", DOMAIN, axis=axis, group=group)
         else:
-            wide = op("Cast", [scale], "scale.float32", to=int(g.FLOAT))
-            value = op("DequantizeLinear", [q, wide], "float32", axis=axis, block_size=group)
+            if reference.format.scales == "float16":
+                scale = op("Cast", [scale], "scale.float32", to=int(g.FLOAT))
+            value = op("DequantizeLinear", [q, scale], "float32", axis=axis, block_size=group)
     for node in nodes:
         if after is None:
             graph.append(node)
@@ -76,28 +83,6 @@ def joined_reference(references: list[MatrixReference]) -> MatrixReference:
     if whole and blocks:
         raise ValueError("quantized and unquantized matrices cannot be joined")
     return concatenated(whole) if whole else concatenated_blocks(blocks)
-
-
-def add_dynamic_quantize(graph: ir.Graph, x: ir.Value, group: int, layer: int | None) -> ir.Value:
-    """x as int8 activations leave it: quantized for each row and group of columns, and back in float32."""
-    width = g.dimensions(x)[1]
-    assert isinstance(width, int)
-    q = g.value(f"{x.name}.q", ir.DataType.INT8, g.dimensions(x))
-    scale = g.value(f"{x.name}.scale", g.FLOAT, [g.dimensions(x)[0], width // group])
-    back = g.value(f"{x.name}.int8", g.FLOAT, g.dimensions(x))
-    graph.append(g.node(quantized_ops.DYNAMIC_QUANTIZE, [x], [q, scale], {"group": group}, layer=layer, domain=DOMAIN))
-    blocked = {"axis": 1, "block_size": group}
-    graph.append(g.node("DequantizeLinear", [q, scale], [back], blocked, layer=layer))
-    return back
-
-
-def add_functions(model: ir.Model) -> None:
-    """Give the model the bodies of the ops above that it uses."""
-    used = {node.op_identifier() for node in model.graph}
-    blocks = [quantized_ops.dequantize_blocks_function(axis=axis) for axis in (0, 1)]
-    for function in (*blocks, quantized_ops.dynamic_quantize_function()):
-        if function.identifier() in used:
-            g.add_function(model, function)
 
 
 def _component(graph: ir.Graph, name: str, reference: BlockReference, which: Component) -> ir.Value:

@@ -1,13 +1,15 @@
 """The stages of a build, in order, and nothing else: each is one call into the file that does it.
 
 recipe → checkpoint; for each target whose bundle is not there already: decoder spec → validated tensors (both once) →
-graph → passes → program → code and weights, each from the store when nothing it depends on has changed → bundle.
+calibrated checkpoint or chosen formats, where the recipe asks → graph → passes → program → code and weights, each from
+the store when nothing it depends on has changed → gate → bundle.
 """
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import cast
@@ -23,17 +25,34 @@ from plankiln.compiler.describe import describe, texts_of
 from plankiln.compiler.estimate import Estimate, estimate, same_disk
 from plankiln.compiler.export import export_decoder
 from plankiln.compiler.families import DecoderSpec, decoder_spec
-from plankiln.compiler.formats import Format
+from plankiln.compiler.formats import KvFormat
+from plankiln.compiler.gate import (
+    GateResult,
+    checkpoint_tokenizer,
+    gate_record,
+    held_out,
+    judge,
+    measure,
+    open_plan,
+    reject,
+    skipped_gate,
+)
+from plankiln.compiler.groups import with_group
+from plankiln.compiler.matrix_errors import matrix_errors
 from plankiln.compiler.measure import Clock, Progress
 from plankiln.compiler.package import Published, find_published, publish, staging
 from plankiln.compiler.passes import apply_passes
-from plankiln.compiler.precision import Precision, WeightChoice
+from plankiln.compiler.passes.fold_prescale import explicit_prescales
+from plankiln.compiler.prepare import Prepared, prepare
+from plankiln.compiler.reference_plan import reference_plan
 from plankiln.compiler.stages import bundle_stage, code_stage, weights_stage, why
 from plankiln.compiler.store import Entry, Stage, Store
 from plankiln.compiler.store_care import collect, size_limit
 from plankiln.errors import BuildError, PlankilnError, Problem
 from plankiln.host import readable_size, store_directory
-from plankiln.recipe import ResolvedTarget
+from plankiln.manifest import GateRecord
+from plankiln.quantize.datasets import texts
+from plankiln.recipe import ResolvedTarget, Text
 
 
 @dataclass(frozen=True)
@@ -69,13 +88,15 @@ def build(
     only_targets: Sequence[str] = (),
     explain: bool = False,
     keep_going: bool = False,
+    gate: bool = True,
 ) -> list[BuildResult]:
     """Build a recipe's targets (all, or those named) and publish OUT/RECIPE/TARGET/DIGEST for each, in order.
 
     overrides: `KEY=VALUE` as for `--set`. explain: note of each stage whether the store has it, and why not.
-    keep_going: build the other targets when one fails, and raise IncompleteBuildError at the end. Raises PlankilnError:
-    RecipeError and BuildError before any work when the recipe or a target cannot be built, and the stages' own later.
-    A target that fails publishes nothing.
+    keep_going: build the other targets when one fails, and raise IncompleteBuildError at the end. gate: measure each
+    plan and refuse one that loses more than the recipe allows. Raises PlankilnError: RecipeError and BuildError before
+    any work when the recipe or a target cannot be built, and the stages' own later. A target that fails publishes
+    nothing.
     """
     limit = size_limit()
     clock = Clock(progress)
@@ -91,7 +112,7 @@ def build(
         shared = _Model(checkpoint, targets, clock)
         for target in targets:
             try:
-                results.append(_TargetBuild(target, shared, out, store, explain).build())
+                results.append(_TargetBuild(target, shared, out, store, explain, gate).build())
             except PlankilnError as e:
                 if not keep_going:
                     raise
@@ -135,6 +156,7 @@ class _TargetBuild:
     out: Path
     store: Store
     explain: bool
+    gate: bool
     reused: dict[str, bool] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -145,7 +167,7 @@ class _TargetBuild:
     def build(self) -> BuildResult:
         """Find the bundle or make it, while no other build does."""
         compiler = find_compiler()
-        whole = bundle_stage(self.resolved, self.model.checkpoint.digest, compiler)
+        whole = bundle_stage(self.resolved, self.model.checkpoint.digest, compiler, self._texts())
         with self.store.lock(whole):
             known = self.store.find(whole)
             digest = str(known.record.result["digest"]) if known else ""
@@ -160,13 +182,31 @@ class _TargetBuild:
         seconds = self.model.clock.seconds | self.clock.seconds
         return BuildResult(self.resolved.recipe, self.name, done.path, done.digest, done.existed, seconds, self.reused)
 
+    def _texts(self) -> dict[str, str]:
+        """Digests of the texts that the recipe only names, and whether the plan is measured."""
+        found = {"gate": str(self.gate)}
+        if self.gate:
+            found["gate.text"] = texts(self.resolved.gate.text, "held_out").digest
+        if self.resolved.quantize.is_calibrated or self.resolved.quantize.weights == "auto":
+            found["calibration.text"] = texts(self.resolved.quantize.calibration or Text(), "calibration").digest
+        return found
+
     def _make(self, compiler: Compiler) -> tuple[Published, list[str]]:
         """Publish the bundle; also the keys of the entries that it is made of."""
-        source = self._lower(self.model.spec())
+        with ExitStack() as stack:
+            spec = self.model.spec()
+            quantize = with_group(spec, self.resolved.quantize, self.resolved.engine.tensor_parallel)
+            prepared = prepare(self.model.checkpoint, quantize, self._run, stack, self.clock.progress)
+            if prepared.checkpoint is not self.model.checkpoint:
+                prepared.checkpoint.validate(spec.expected_tensors())
+            return self._make_from(prepared, compiler)
+
+    def _make_from(self, prepared: Prepared, compiler: Compiler) -> tuple[Published, list[str]]:
+        source, explicit = self._lower(prepared)
         code = code_stage(source, compiler)
         context = self.resolved.engine.max_context
-        weights = weights_stage(source, self.model.checkpoint.digest, self.model.spec(), context)
-        predicted = self._predict(source, code, weights)
+        weights = weights_stage(source, prepared.checkpoint.digest, self.model.spec(), context)
+        predicted = self._predict(source, code, weights, prepared.checkpoint)
 
         def compile_it(made: Path) -> dict[str, JsonValue]:
             glibc = compile_code(source, compiler, made)
@@ -176,45 +216,83 @@ class _TargetBuild:
 
         def pack_it(made: Path) -> dict[str, JsonValue]:
             pack_weights(source, made, self.clock.progress)
-            return {}
+            return {"matrices": matrix_errors(source.program, self.model.checkpoint, prepared.checkpoint)}
 
         with (
             self._stage(code, compile_it) as compiled,
             self._stage(weights, pack_it) as packed,
             staging(self.place) as staged,
-            self.clock.stage("package"),
         ):
-            (staged / "rank0").mkdir()
+            rank = staged / "rank0"
+            rank.mkdir()
             known = {}
             for entry in (compiled, packed):
                 for name, described in entry.record.files.items():
-                    link_or_copy(entry.path / name, staged / "rank0" / name)
+                    link_or_copy(entry.path / name, rank / name)
                     known[f"rank0/{name}"] = described
-            plan = describe_plan(source, compiler, str(compiled.record.result["glibc"]))
-            description = describe(self.resolved, self.model.checkpoint, self.model.spec(), plan)
-            texts = texts_of(self.model.checkpoint, self._report(predicted))
-            return publish(staged, description, texts, known), [code.key, weights.key]
+            report = self._report(predicted) | {"matrices": packed.record.result["matrices"], **prepared.report}
+            record = self._measure(source, rank, (compiled, packed), report)
+            with self.clock.stage("package"):
+                plan = describe_plan(source, compiler, str(compiled.record.result["glibc"]))
+                quantization = prepared.record and prepared.record.model_copy(update={"prescale_multiplies": explicit})
+                description = describe(self.resolved, self.model.checkpoint, self.model.spec(), plan)
+                description = description.model_copy(update={"gate": record, "quantization": quantization})
+                published = publish(staged, description, texts_of(self.model.checkpoint, report), known)
+        return published, [*prepared.keys, code.key, weights.key]
 
-    def _lower(self, spec: DecoderSpec) -> CpuSource:
+    def _run(self, stage: Stage, work: Callable[[Path], dict[str, JsonValue]]) -> Entry:
+        with self._stage(stage, work) as entry:
+            return entry
+
+    def _lower(self, prepared: Prepared) -> tuple[CpuSource, tuple[str, ...]]:
+        """The program, and the modules whose pre-scale it multiplies at run time."""
         with self.clock.stage("export"):
             graph = export_decoder(
-                spec,
-                self.model.checkpoint,
-                weights=_precision(self.resolved),
-                kv_cache=cast(Format, self.resolved.quantize.kv_cache),
+                self.model.spec(),
+                prepared.checkpoint,
+                weights=prepared.precision,
+                kv_cache=cast(KvFormat, self.resolved.quantize.kv_cache),
                 max_context=self.resolved.engine.max_context,
                 block_size=self.resolved.engine.block_size,
             )
         with self.clock.stage("passes"):
             graph = apply_passes(graph)
         with self.clock.stage("lower"):
-            return lower_cpu(graph, self.resolved.target, self.resolved.recipe)
+            return lower_cpu(graph, self.resolved.target, self.resolved.recipe), tuple(explicit_prescales(graph))
 
-    def _predict(self, source: CpuSource, code: Stage, weights: Stage) -> Estimate:
+    def _measure(
+        self, source: CpuSource, rank: Path, entries: tuple[Entry, Entry], report: dict[str, JsonValue]
+    ) -> GateRecord:
+        """What the plan in `rank` loses. Raises BuildError, and keeps the report, when the recipe does not allow it.
+
+        entries: the plan's code and weights, locked by the caller.
+        """
+        if not self.gate:
+            return skipped_gate()
+        gate, engine = self.resolved.gate, self.resolved.engine
+        with (
+            self.clock.stage("gate"),
+            tempfile.TemporaryDirectory(prefix="plankiln-") as directory,
+            ExitStack() as stack,
+        ):
+            held, ids = held_out(gate, checkpoint_tokenizer(self.model.checkpoint), engine.max_context)
+            candidate = stack.enter_context(closing(open_plan(source, rank, engine, self.resolved.quantize.kv_cache)))
+            reference, kind = None, None
+            if (self.resolved.quantize.weights, self.resolved.quantize.kv_cache) != ("fp32", "fp32"):
+                arguments = (self.model.checkpoint, self.model.spec(), engine, self.store, Path(directory))
+                plan = reference_plan(*arguments, self.clock.progress, held=entries)
+                reference = stack.enter_context(closing(open_plan(plan.source, Path(directory), engine, "fp32")))
+                kind = plan.kind
+            result = GateResult.of(measure(candidate, reference, ids, self.clock.progress))
+        if problems := judge(result, gate):
+            reject(self.place, entries[1].record.key, problems, result, report)
+        return gate_record(result, held.digest, kind, skipped=False)
+
+    def _predict(self, source: CpuSource, code: Stage, weights: Stage, checkpoint: Checkpoint) -> Estimate:
         """What is left to do will take this. Raises BuildError where the machine does not have it."""
         predicted = estimate(
             source.program,
-            self.model.checkpoint.tensors,
+            checkpoint.tensors,
             code=not self.store.has(code),
             weights=not self.store.has(weights),
             linked=same_disk(self.store.root, self.place),
@@ -253,13 +331,3 @@ class _TargetBuild:
             "predicted": asdict(predicted),
             "reused": {**self.reused},
         }
-
-
-def _precision(resolved: ResolvedTarget) -> Precision:
-    quantize = resolved.quantize
-    return Precision(
-        cast(WeightChoice, quantize.weights),
-        quantize.group_size or 32,
-        bool(quantize.minimum),
-        quantize.activations or "int8",
-    )

@@ -10,6 +10,7 @@ import hashlib
 import platform
 import shlex
 import shutil
+from collections.abc import Mapping
 from dataclasses import asdict
 from functools import cache
 from importlib.metadata import version
@@ -22,10 +23,11 @@ from plankiln.compiler.cpu.pack import weight_offsets
 from plankiln.compiler.cpu.toolchain import Compiler
 from plankiln.compiler.families import DecoderSpec
 from plankiln.compiler.store import Parts, Stage, Store
-from plankiln.recipe import ResolvedTarget
+from plankiln.recipe import Quantize, ResolvedTarget
 
 _PACKING = ("checkpoint/**/*.py", "quantize/**/*.py", "compiler/**/*.py", "plugins/**/*.py")
 _COMPILING = ("plugins/**/*.h", "compiler/cpu/compile.py", "compiler/cpu/toolchain.py")
+_CALIBRATING = ("checkpoint/**/*.py", "quantize/**/*.py")
 _BUILDING = (*_PACKING, "plugins/**/*.h", "manifest.py", "recipe.py", "target.py", "chat_template.py")
 _PACKING_TOOLS = ("numpy", "ml_dtypes", "gguf", "safetensors", "onnx", "onnx-ir")
 _BUILDING_TOOLS = (*_PACKING_TOOLS, "tokenizers", "jinja2")
@@ -52,11 +54,34 @@ def weights_stage(source: CpuSource, checkpoint_digest: str, spec: DecoderSpec, 
     return Stage("weights", parts, ("weights.bin",))
 
 
-def bundle_stage(resolved: ResolvedTarget, checkpoint_digest: str, compiler: Compiler) -> Stage:
-    """A whole bundle: the recipe as resolved for its target, the checkpoint, and everything that works on them."""
+def quantize_stage(checkpoint_digest: str, quantize: Quantize, inputs: Mapping[str, str]) -> Stage:
+    """A calibrated checkpoint. inputs: what calibration says it depends on: its texts, the packages that compute."""
+    return Stage("quantize", _calibrated(checkpoint_digest, quantize, inputs), None)
+
+
+def formats_stage(checkpoint_digest: str, quantize: Quantize, inputs: Mapping[str, str]) -> Stage:
+    """The choice of a format for each matrix. inputs: as for `quantize_stage`."""
+    return Stage("formats", _calibrated(checkpoint_digest, quantize, inputs))
+
+
+def _calibrated(checkpoint_digest: str, quantize: Quantize, inputs: Mapping[str, str]) -> dict[str, str | int]:
+    settings = quantize.model_dump(mode="json", exclude={"activations": True, "calibration": {"path"}})
+    if quantize.kv_cache != "fp8":
+        del settings["kv_cache"]
+    parts: dict[str, str | int] = {"source": checkpoint_digest, **_flat("quantize", settings), **inputs}
+    return {**parts, **_own(_CALIBRATING)}
+
+
+def bundle_stage(
+    resolved: ResolvedTarget, checkpoint_digest: str, compiler: Compiler, inputs: Mapping[str, str]
+) -> Stage:
+    """A whole bundle: the recipe as resolved for its target, the checkpoint, and everything that works on them.
+
+    inputs: digests of the texts that are not in the recipe.
+    """
     recipe = _flat("recipe", resolved.model_dump(mode="json", exclude={"model"}))
     parts: dict[str, str | int] = {"source": checkpoint_digest, "plankiln": __version__, "machine": platform.machine()}
-    parts |= {"python": platform.python_version(), **recipe, **_compiler(compiler)}
+    parts |= {"python": platform.python_version(), **recipe, **_compiler(compiler), **inputs}
     return Stage("bundle", {**parts, **_tools(_BUILDING_TOOLS), **_own(_BUILDING)})
 
 

@@ -45,11 +45,12 @@ def digest_of(value: JsonValue) -> str:
 
 @dataclass(frozen=True)
 class Stage:
-    """A piece of work whose result depends on `parts` only. `files`: the names that the work leaves behind."""
+    """A piece of work whose result depends on `parts` only. `files`: the names that the work leaves behind; None for
+    work that names its files itself."""
 
     name: str
     parts: Parts
-    files: tuple[str, ...] = ()
+    files: tuple[str, ...] | None = ()
 
     @cached_property
     def key(self) -> str:
@@ -165,10 +166,11 @@ class Store:
             made.mkdir()
             result = work(made)
             names = {path.name for path in made.iterdir()}
-            if names != set(stage.files) or not isinstance(result, dict):
+            expected = names if stage.files is None else set(stage.files)
+            if names != expected or not isinstance(result, dict):
                 left = ", ".join(f"`{name}`" for name in sorted(names)) or "nothing"
                 raise BuildError(f"stage `{stage.name}` did not finish: it left {left}", f"`{made}`")
-            files = {name: describe_file(made / name) for name in stage.files}
+            files = {name: describe_file(made / name) for name in sorted(names)}
             self.write_entry(made, stage, files, result)
             sync_tree(made)
             path = self.entries / stage.key

@@ -12,8 +12,9 @@ import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
-from plankiln.checkpoint import check_finite
+from plankiln.checkpoint import Quantization, check_finite
 from plankiln.compiler.formats import NUMPY, ONNX, Element
+from plankiln.compiler.stored import quantization_of, stored_floats, stored_shape
 from plankiln.errors import CheckpointError
 
 Array = NDArray[Any]
@@ -37,6 +38,9 @@ class WeightSource(Protocol):
     def origin(self) -> Path: ...
     @property
     def tensors(self) -> Mapping[str, TensorHeader]: ...
+    @property
+    def quantization(self) -> Quantization | None: ...
+    def read(self, name: str) -> Array: ...
     def read_rows(self, name: str, start: int, stop: int) -> Array: ...
     def read_blocks(self, name: str) -> NDArray[np.uint8]: ...
 
@@ -64,7 +68,7 @@ class Reference:
     def shape(self) -> tuple[int, ...]:
         """Shape in the graph's orientation."""
         count = sum(part.stop - part.start for part in self.parts)
-        checkpoint_shape = (count, *self.checkpoint.tensors[self.parts[0].tensor].shape[1:])
+        checkpoint_shape = (count, *stored_dimensions(self.checkpoint, self.parts[0].tensor)[1:])
         return checkpoint_shape[::-1] if self.transposed else checkpoint_shape
 
     def rows(self) -> Array:
@@ -105,6 +109,8 @@ class Reference:
         return cast
 
     def _read(self, part: Slice) -> Array:
+        if quantization_of(self.checkpoint, part.tensor) is not None:
+            return stored_floats(self.checkpoint, part.tensor, part.start, part.stop)
         rows = self.checkpoint.read_rows(part.tensor, part.start, part.stop)
         check_finite(part.tensor, rows, str(self.checkpoint.origin))
         return rows
@@ -112,7 +118,14 @@ class Reference:
 
 def whole(checkpoint: WeightSource, tensor: str, dtype: Element, *, transposed: bool = False) -> Reference:
     """A Reference to all rows of one checkpoint tensor."""
-    return Reference(checkpoint, (Slice(tensor, 0, checkpoint.tensors[tensor].shape[0]),), dtype, transposed)
+    return Reference(checkpoint, (Slice(tensor, 0, stored_dimensions(checkpoint, tensor)[0]),), dtype, transposed)
+
+
+def stored_dimensions(checkpoint: WeightSource, tensor: str) -> tuple[int, ...]:
+    """The shape of a weight, whatever it is stored in."""
+    if quantization_of(checkpoint, tensor) is not None:
+        return stored_shape(checkpoint, tensor)
+    return checkpoint.tensors[tensor].shape
 
 
 def concatenated(references: list[Reference]) -> Reference:

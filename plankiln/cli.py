@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from plankiln import __version__, store_commands
+from plankiln import __version__, quality_commands, store_commands
 from plankiln.console import describe, needs_build_extra, say, show_progress
 from plankiln.entry import run_command
 from plankiln.errors import BuildError, EngineError, PlankilnError, Problem, RequestError, UsageError
@@ -51,6 +51,7 @@ def cli(verbose: bool) -> None:
 @click.option("--out", type=_PATH, default=Path("artifacts"), show_default=True, help="Where bundles go.")
 @click.option("--explain", is_flag=True, help="Say of each stage whether the store has it, and why not.")
 @click.option("-k", "--keep-going", is_flag=True, help="When a target fails, build the others first.")
+@click.option("--no-gate", is_flag=True, help="Publish without measuring quality; the manifest says so.")
 @click.option("-q", "--quiet", is_flag=True, help="Show no progress.")
 @_JSON
 def build(
@@ -60,6 +61,7 @@ def build(
     out: Path,
     explain: bool,
     keep_going: bool,
+    no_gate: bool,
     quiet: bool,
     as_json: bool,
 ) -> None:
@@ -77,6 +79,7 @@ def build(
                 only_targets=targets,
                 explain=explain,
                 keep_going=keep_going,
+                gate=not no_gate,
             )
         except pipeline.IncompleteBuildError as e:
             failed, results = e, list(e.results)
@@ -221,6 +224,8 @@ def doctor(as_json: bool) -> None:
         facts.render(report, Console())
 
 
+cli.add_command(quality_commands.gate)
+cli.add_command(quality_commands.quantize_report)
 cli.add_command(store_commands.store)
 
 

@@ -168,6 +168,7 @@ def describe(path: str, manifest: Manifest, manifest_sha256: str) -> str:
         "formats": f"weights {manifest.formats.weights}, activations {manifest.formats.activations}, "
         f"KV cache {manifest.formats.kv_cache}",
         "stored": formats,
+        "gate": _gate_line(manifest),
         "KV cache": f"{manifest.kv_bytes_per_token} bytes per token, at most {readable_size(limits.kv_memory)}: "
         f"{limits.kv_memory // manifest.kv_bytes_per_token} tokens",
         "limits": f"{limits.max_sequences} sequences, {limits.max_tokens_per_step} tokens per step, "
@@ -178,3 +179,21 @@ def describe(path: str, manifest: Manifest, manifest_sha256: str) -> str:
         "manifest": f"sha256 {manifest_sha256}",
     }
     return "\n".join(f"{name:<10} {text}" for name, text in rows.items())
+
+
+def _gate_line(manifest: Manifest) -> str:
+    gate = manifest.gate
+    if gate is None:
+        return "not measured"
+    if gate.skipped or gate.perplexity is None:
+        return "skipped (--no-gate)"
+    state = "passed" if gate.passed else "not passed"
+    if gate.provisional:
+        state = f"provisional: {state} as predicted on a CPU"
+    text = f"{state}; perplexity {gate.perplexity:.4g}"
+    if gate.reference is not None:
+        text += (
+            f" against {gate.reference_perplexity:.4g} of {gate.reference}, KL {gate.kl_mean:.3g} nats "
+            f"(p99 {gate.kl_p99:.3g}), top-1 agreement {gate.top1_agreement:.1%}"
+        )
+    return f"{text}, {gate.tokens} tokens"

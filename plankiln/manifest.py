@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, model_validator
 
@@ -86,6 +86,49 @@ class FileEntry(_Part):
     chunks: tuple[Sha256, ...] | None = None
 
 
+class GateRecord(_Part):
+    """What the plan loses against the unquantized model on held-out text.
+
+    measured_on: the engine that runs the plan, or a CPU's prediction of it. skipped: nothing was measured, by
+    `--no-gate`. reference: what `reference_perplexity`, `kl_mean` and `kl_p99` (nats) and `top1_agreement` (0 to 1)
+    compare with; all None where the plan itself is unquantized or was compared with nothing. tokens: predictions
+    measured. text: digest of the held-out texts.
+    """
+
+    measured_on: Literal["engine", "cpu-reference"]
+    passed: bool
+    skipped: bool
+    reference: Literal["fp32", "dequantized source"] | None = None
+    tokens: Natural = 0
+    text: Sha256 | None = None
+    perplexity: Annotated[float, Field(ge=1)] | None = None
+    reference_perplexity: Annotated[float, Field(ge=1)] | None = None
+    kl_mean: Annotated[float, Field(ge=0)] | None = None
+    kl_p99: Annotated[float, Field(ge=0)] | None = None
+    top1_agreement: Annotated[float, Field(ge=0, le=1)] | None = None
+
+    @property
+    def provisional(self) -> bool:
+        """Whether the engine that runs the plan has yet to be measured."""
+        return self.measured_on == "cpu-reference"
+
+
+class QuantizationRecord(_Part):
+    """What calibration, or the choice of formats, decided; nothing in it differs between two runs on the same inputs.
+
+    algorithm: the recipe's `quantize.weights`. text: digest of the calibration texts, of which `samples` with `tokens`
+    in all were used. outlier_layers: modules kept weight-only, with the largest of their inputs over the mean.
+    prescale_multiplies: modules whose pre-scale no earlier weight could take up, so that the plan multiplies.
+    """
+
+    algorithm: Text
+    text: Sha256 | None = None
+    samples: Natural = 0
+    tokens: Natural = 0
+    outlier_layers: dict[Text, float] = {}
+    prescale_multiplies: tuple[Text, ...] = ()
+
+
 class Description(_Part):
     """What a build knows of its bundle before the files are there; Manifest adds the rest."""
 
@@ -103,6 +146,8 @@ class Description(_Part):
     add_bos: bool
     chat_template: Text | None
     tools: dict[str, str]
+    gate: GateRecord | None = None
+    quantization: QuantizationRecord | None = None
 
 
 class Manifest(Description):
@@ -139,12 +184,11 @@ class Manifest(Description):
         return self
 
     def content_digest(self) -> str:
-        """SHA-256 of what the bundle is: all of the manifest but the digest itself, the date, the build's report, and
-        where the source was found, which its own digest identifies."""
-        content = self.model_dump(
-            mode="json",
-            exclude={"digest": True, "created": True, "files": {REPORT}, "source": {"uri"}, "recipe": {"model"}},
-        )
+        """SHA-256 of what the bundle is: all of the manifest but the digest itself, the date, the build's report, where
+        the source was found, which its own digest identifies, and what the gate measured, though not whether."""
+        measured = set(GateRecord.model_fields) - {"skipped"}
+        excluded: dict[str, Any] = {"digest": True, "created": True, "files": {REPORT}, "source": {"uri"}}
+        content = self.model_dump(mode="json", exclude={**excluded, "recipe": {"model"}, "gate": measured})
         text = json.dumps(content, sort_keys=True, separators=(",", ":"), allow_nan=False)
         return hashlib.sha256(text.encode()).hexdigest()
 

@@ -9,7 +9,7 @@ import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Literal, NoReturn
+from typing import Annotated, Literal, NoReturn, get_args
 
 from pydantic import (
     AfterValidator,
@@ -28,11 +28,14 @@ from plankiln.errors import Problem, RecipeError
 from plankiln.recipe_yaml import Node, clean, in_order, merge, read_recipe, show
 from plankiln.target import TARGET_NAMES, Target, did_you_mean, get_target
 
-Weights = Literal["fp32", "bf16", "keep", "int4_rtn", "int8_rtn", "fp8", "int4_awq", "int8_smoothquant"]
-RTN_GROUPS = (32, 64, 128)
-GROUPED = ("int4_awq", "int4_rtn", "int8_rtn")
-KvCache = Literal["fp32", "bf16", "fp16", "fp8", "int8"]
+_Calibrated = Literal["fp8", "fp8_per_token", "int4_awq", "int8_smoothquant", "w4a8_awq", "nvfp4"]
+Weights = Literal["fp32", "bf16", "keep", "int4_rtn", "int8_rtn", "auto", _Calibrated]
+CALIBRATED = get_args(_Calibrated)
+GROUPS = (32, 64, 128)
+GROUPED = ("int4_awq", "w4a8_awq", "int4_rtn", "int8_rtn")
+KvCache = Literal["fp32", "bf16", "fp16", "fp8", "fp8_cast", "int8"]
 Flavour = Literal["tensorrt", "rtx"]
+_FP8 = ("fp8", "fp8_per_token", "w4a8_awq", "fp8_cast")
 
 
 def _reject(what: str, hint: str = "", at: Sequence[str | int] = ()) -> NoReturn:
@@ -86,11 +89,28 @@ def _bytes(value: object) -> object:
     return value
 
 
+def _decimal(value: object) -> object:
+    """`5.5` as a number (the YAML reader leaves decimals as text); anything else is left for the type check."""
+    if isinstance(value, str) and re.fullmatch(r"[0-9]{1,18}(\.[0-9]{1,18})?(e-?[0-9]{1,2})?", value, re.ASCII):
+        return float(value)
+    return value
+
+
 def _power_of_two(value: int, info: ValidationInfo) -> int:
     if value & (value - 1):
         lower = 1 << (value.bit_length() - 1)
         _reject(f"`{info.field_name}` {value} is not a power of two", f"the nearest are {lower} and {2 * lower}")
     return value
+
+
+def _group_size(value: object, info: ValidationInfo) -> object:
+    """A number of columns, `auto` or nothing."""
+    if value is None or value == "auto":
+        return value
+    if isinstance(value, bool) or not isinstance(value, int) or not 16 <= value <= 1024:
+        hint = "weights that share one scale: a power of two from 16 to 1024, or auto"
+        _reject(f"`group_size` cannot be {show(value)}", hint)
+    return _power_of_two(value, info)
 
 
 def _sku(name: str) -> str:
@@ -100,6 +120,13 @@ def _sku(name: str) -> str:
 
 
 _SOURCE_FORMS = "a directory, a .gguf file, `hf:ORG/NAME@COMMIT` or `pip:PACKAGE==VERSION/PATH`"
+
+
+_Decimal = Annotated[float, BeforeValidator(_decimal)]
+_Bits = Annotated[_Decimal, Field(ge=2, le=16, description="bits of a weight on average, 2 to 16")]
+_Nats = Annotated[_Decimal, Field(ge=0, le=1e6, description="nats")]
+_Ratio = Annotated[_Decimal, Field(ge=0, le=1e6, description="a ratio such as 0.1")]
+_Share = Annotated[_Decimal, Field(ge=0, le=1, description="0 to 1")]
 
 
 class _Strict(BaseModel):
@@ -134,43 +161,104 @@ class Model(_Strict):
         return self
 
 
+class Text(_Strict):
+    """Text to calibrate or to measure with: built in, or the user's own file (relative to the recipe that names it).
+
+    samples texts of at most max_tokens tokens each are used. field: the key of a jsonl row that holds its text, or its
+    chat messages, which go through the model's template.
+    """
+
+    kind: Literal["builtin", "text", "jsonl"] = "builtin"
+    path: Annotated[str, Field(description="a file, relative to this recipe")] | None = None
+    field: str | None = None
+    samples: int = Field(default=16, ge=1, le=65_536, description="texts, 1 to 65536")
+    max_tokens: int = Field(default=512, ge=1, le=1 << 20, description="tokens of each text, 1 to 1048576")
+    _base: Path = PrivateAttr(default=Path())
+
+    @property
+    def file(self) -> Path | None:
+        """The user's file."""
+        return self._base / self.path if self.path else None
+
+    @model_validator(mode="after")
+    def _one_place(self) -> Text:
+        if (self.path is None) != (self.kind == "builtin"):
+            hint = "remove `path`, or write `kind: text` or `kind: jsonl`" if self.path else "add `path: FILE`"
+            _reject(f"`kind: {self.kind}` {'has no' if self.path else 'needs a'} `path`", hint, at=["kind"])
+        if self.field is not None and self.kind != "jsonl":
+            _reject(f"`field` means nothing for `kind: {self.kind}`", "only jsonl rows have fields", at=["field"])
+        return self
+
+
 class Quantize(_Strict):
-    """Number formats. `keep` keeps the quantization that the source already has; `_rtn` rounds to nearest.
+    """Number formats. `keep` keeps the quantization that the source already has; `_rtn` rounds to nearest; `auto`
+    chooses for each matrix under `bits`; the others are calibrated by nvidia-modelopt.
 
     minimum: int4_rtn stores a minimum beside each group's scale. activations: what low-bit linears round their inputs
-    to on a CPU; fp32 is the slow reference.
+    to on a CPU, int8 or what the checkpoint declares (nothing, for weight-only formats: the slow reference). clip:
+    scales are searched for the least error instead of covering the extremes. alpha: how much of the activations'
+    outliers SmoothQuant moves into the weights. exclude: names of modules (`*` is any text) that stay unquantized.
+    layerwise: calibrate layer by layer, for models larger than memory.
     """
 
     weights: Weights = "bf16"
     kv_cache: KvCache = "bf16"
-    group_size: (
-        Annotated[
-            int,
-            Field(ge=16, le=1024, description="weights that share one scale: a power of two from 16 to 1024"),
-            AfterValidator(_power_of_two),
-        ]
-        | None
-    ) = None
-
+    group_size: Annotated[int | Literal["auto"] | None, BeforeValidator(_group_size)] = None
     minimum: bool | None = None
-    activations: Literal["int8", "fp32"] | None = None
+    activations: Literal["int8", "declared"] | None = None
+    clip: bool | None = None
+    alpha: _Share | None = None
+    bits: _Bits | None = None
+    exclude: tuple[str, ...] | None = None
+    layerwise: bool | None = None
+    calibration: Text | None = None
+
+    @property
+    def is_calibrated(self) -> bool:
+        """Whether nvidia-modelopt has to run over calibration text."""
+        return self.weights in CALIBRATED or (self.kv_cache == "fp8" and self.weights in ("fp32", "bf16"))
 
     @model_validator(mode="after")
     def _grouped(self) -> Quantize:
-        if self.weights == "int4_awq" and self.group_size is None:
-            _reject("`int4_awq` needs a `group_size`", "add `group_size: 128` beside `weights`", at=["weights"])
-        if self.weights in ("int4_rtn", "int8_rtn") and self.group_size not in (None, *RTN_GROUPS):
-            hint = f"use {', '.join(map(str, RTN_GROUPS[:-1]))} or {RTN_GROUPS[-1]}"
+        if self.weights in ("int4_awq", "w4a8_awq") and self.group_size is None:
+            hint = "add `group_size: auto` or `group_size: 128` beside `weights`"
+            _reject(f"`{self.weights}` needs a `group_size`", hint, at=["weights"])
+        if self.weights == "auto" and self.bits is None:
+            _reject("`auto` needs `bits`", "add `bits: 5.5` beside `weights`", at=["weights"])
+        if self.weights in GROUPED and self.group_size not in (None, "auto", *GROUPS):
+            hint = f"use {', '.join(map(str, GROUPS[:-1]))} or {GROUPS[-1]}"
             _reject(f"`group_size` {self.group_size} has no kernel with `{self.weights}`", hint, at=["group_size"])
-        for key, formats in (
-            ("group_size", GROUPED),
-            ("minimum", ("int4_rtn",)),
-            ("activations", ("keep", "int4_rtn", "int8_rtn")),
+        low_bits = ("keep", "auto", "int4_rtn", "int8_rtn", "int4_awq", "int8_smoothquant", "w4a8_awq")
+        calibrated = self.is_calibrated
+        for key, fits in (
+            ("group_size", self.weights in GROUPED),
+            ("minimum", self.weights == "int4_rtn"),
+            ("activations", self.weights in (*low_bits, "fp8", "fp8_per_token")),
+            ("clip", self.weights in ("int4_rtn", "int4_awq", "auto")),
+            ("alpha", self.weights == "int8_smoothquant"),
+            ("bits", self.weights == "auto"),
+            ("exclude", self.weights in CALIBRATED or self.weights == "auto"),
+            ("layerwise", calibrated),
+            ("calibration", calibrated or self.weights == "auto"),
         ):
-            if getattr(self, key) is not None and self.weights not in formats:
+            if getattr(self, key) is not None and not fits:
                 hint = f"remove it, or write `{key}: null` to drop an inherited one"
                 _reject(f"`{key}` means nothing for `weights: {self.weights}`", hint, at=[key])
         return self
+
+
+class Gate(_Strict):
+    """What a built plan may lose against the unquantized model on held-out text; a build over a limit is not published.
+
+    max_perplexity_increase: a ratio, 0.1 is ten per cent. max_kl_mean, max_kl_p99: nats, the mean and the 99th
+    percentile of the Kullback-Leibler divergence. min_top1_agreement: of greedy choices, 0 to 1.
+    """
+
+    max_perplexity_increase: _Ratio = 0.1
+    max_kl_mean: _Nats | None = None
+    max_kl_p99: _Nats | None = None
+    min_top1_agreement: _Share | None = None
+    text: Text = Text(samples=4)
 
 
 class Engine(_Strict):
@@ -219,10 +307,13 @@ class TargetRecipe(_Strict):
             hint = "use `flavour: tensorrt` for this SKU"
             _reject(f"TensorRT for RTX does not build for `{self.sku}` (SM{target.sm})", hint, at=["flavour"])
         for key in ("weights", "kv_cache"):
-            if getattr(self.quantize, key) == "fp8" and not target.has_fp8:
+            if getattr(self.quantize, key) in _FP8 and not target.has_fp8:
                 hint = "use int4_awq, int8_smoothquant or bf16" if key == "weights" else "use bf16, fp16 or int8"
                 what = f"`{self.sku}` (SM{target.sm}) has no FP8, which `{key}` asks for"
                 _reject(what, f"{hint} for this target; FP8 starts at SM89", at=["quantize", key])
+        if self.quantize.weights == "nvfp4" and target.kind == "gpu" and target.sm < 100:
+            hint = "use fp8 or int4_awq for this target; NVFP4 starts at SM100"
+            _reject(f"`{self.sku}` (SM{target.sm}) has no NVFP4", hint, at=["quantize", "weights"])
         return self
 
 
@@ -235,6 +326,7 @@ class ResolvedTarget(_Strict):
     model: Model
     quantize: Quantize
     engine: Engine
+    gate: Gate = Gate()
 
 
 class Recipe(_Strict):
@@ -243,6 +335,7 @@ class Recipe(_Strict):
     name: Annotated[str, AfterValidator(_directory_name), Field(description="the bundle's directory: `name: NAME`")]
     model: Model
     quantize: Quantize = Quantize()
+    gate: Gate = Gate()
     targets: Annotated[
         tuple[TargetRecipe, ...],
         Field(description="such as `targets: [cpu-native, {sku: h100, engine: {tensor_parallel: 4}}]`"),
@@ -274,10 +367,14 @@ class Recipe(_Strict):
             model=self.model,
             quantize=entry.quantize,
             engine=entry.engine,
+            gate=self.gate,
         )
 
 
-_SECTIONS: dict[str, type[BaseModel]] = {"model": Model, "quantize": Quantize, "engine": Engine}
+_SECTIONS: dict[str, type[BaseModel]] = {
+    **{"model": Model, "quantize": Quantize, "engine": Engine, "gate": Gate},
+    **{"calibration": Text, "text": Text},
+}
 # What other tools call our keys.
 _ELSEWHERE = {
     "max_batch_size": "engine.max_sequences",
@@ -373,13 +470,40 @@ def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
         recipe = Recipe.model_validate(root.plain())
     except ValidationError as error:
         problems += [_problem(detail, root) for detail in error.errors(include_url=False)]
-    model = root.get("model")
-    source, config = (model.get(key) if model else None for key in ("source", "config"))
-    if config and isinstance(config.value, str) and not os.path.isfile(config.folder / config.value):
-        hint = f"paths start at {clean(str(config.folder))}/"
-        problems.append(Problem(f"`config` {show(config.value)} is not a file", config.where, hint))
+    source, config = (_find(root, "model", key) for key in ("source", "config"))
+    targets = root.get("targets")
+    entries = targets.value if targets and isinstance(targets.value, list) else []
+    calibrations = [_find(node, "quantize", "calibration", "path") for node in (root, *entries)]
+    texts = [_find(root, "gate", "text", "path"), *calibrations]
+    problems += _missing_files([config, *texts])
     if recipe is None or problems:
         raise RecipeError(in_order(problems))
     recipe.model._source_base = source.folder if source else Path()
     recipe.model._config_base = config.folder if config else Path()
+    quantizes = (recipe.quantize, *(entry.quantize for entry in recipe.targets))
+    for node, text in zip(texts, (recipe.gate.text, *(q.calibration for q in quantizes)), strict=True):
+        if node and text:
+            text._base = node.folder
     return recipe
+
+
+def _find(node: Node, *path: str) -> Node | None:
+    """The node at the end of the path."""
+    found: Node | None = node
+    for part in path:
+        found = found.get(part) if found else None
+    return found
+
+
+def _missing_files(nodes: Sequence[Node | None]) -> list[Problem]:
+    """A problem for each path that leads to no file, once for what several targets inherit."""
+    problems = [
+        Problem(
+            f"`{'config' if number == 0 else 'path'}` {show(node.value)} is not a file",
+            node.where,
+            f"paths start at {clean(str(node.folder))}/",
+        )
+        for number, node in enumerate(nodes)
+        if node and isinstance(node.value, str) and not os.path.isfile(node.folder / node.value)
+    ]
+    return list(dict.fromkeys(problems))

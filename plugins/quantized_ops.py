@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 
 DEQUANTIZE_BLOCKS = "DequantizeBlocks"
 DYNAMIC_QUANTIZE = "DynamicQuantize"
+DYNAMIC_QUANTIZE_FLOAT8 = "DynamicQuantizeFloat8"
 
 
 def dequantize_blocks_function(*, axis: int) -> ir.Function:
@@ -56,3 +57,22 @@ def dynamic_quantize_function() -> ir.Function:
     packed = body.op("Reshape", body.op("Cast", rounded, to=int(ir.DataType.INT8)), body.ints(0, -1))
     scale = body.op("Squeeze", body.op("Mul", peak, body.scalar(1.0 / 127.0)), body.ints(-1))
     return body.function(q=packed, scale=scale)
+
+
+def dynamic_quantize_float8_function() -> ir.Function:
+    """`plankiln::DynamicQuantizeFloat8(x) -> q, scale`: e4m3 for each row of x [T, K].
+
+    scale [T] = max|x| / 448; q [T, K] = e4m3(x / scale), zero where scale < 1e-30.
+    """
+    import onnx_ir as ir
+
+    from plankiln.plugins.onnx_body import Body
+
+    body = Body(DYNAMIC_QUANTIZE_FLOAT8, ["x"])
+    peak = body.op("ReduceMax", body.op("Abs", body.inputs["x"]), body.ints(-1), keepdims=1)
+    scale = body.op("Mul", peak, body.scalar(1.0 / 448.0))
+    tiny = body.op("Less", scale, body.scalar(1e-30))
+    inverse = body.op("Where", tiny, body.scalar(0.0), body.op("Reciprocal", scale))
+    scaled = body.op("Mul", body.inputs["x"], inverse)
+    q = body.op("Cast", scaled, to=int(ir.DataType.FLOAT8E4M3FN))
+    return body.function(q=q, scale=body.op("Squeeze", scale, body.ints(-1)))

@@ -1,8 +1,9 @@
-"""Low-bit weight formats: groups of a row share a scale and, in some, a minimum. Pack, unpack, and numpy twins.
+"""Low-bit weight formats and the numpy twins of what kernels do with them.
 
-A weight is [N, K]; group j of a row covers columns j·group … (j+1)·group-1. Two kinds:
+A weight is [N, K]. Blocks: group j of a row covers columns j·group … (j+1)·group-1 and has a scale. Two kinds:
 symmetric, w = scale · q with signed q; with a minimum, w = scale · q + minimum with unsigned q.
-Scales and minima are float16, as GGUF's blocks store them, so such blocks are kept bit for bit.
+Scales and minima are float16, as GGUF's blocks store them, so such blocks are kept bit for bit; or float32. A group of
+all K columns is a per-channel scale. Fp8: w = scale · q with q in e4m3 and one float32 scale for each row.
 """
 
 from __future__ import annotations
@@ -10,26 +11,32 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
 Floats = NDArray[np.float32]
 Halves = NDArray[np.float16]
 LARGEST_HALF = 65504.0
+E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
+LARGEST_E4M3 = 448.0
 SMALLEST_PEAK = 1e-30  # a group of activations below it counts as zero: 127 / peak must stay finite
 
 
 @dataclass(frozen=True)
 class BlockFormat:
-    """bits: 4 or 8. group: columns that share a scale. minimum: whether each group stores one."""
+    """bits: 4 or 8. group: columns that share a scale. minimum: whether each group stores one. scales: their type."""
 
     bits: Literal[4, 8]
     group: int
     minimum: bool = False
+    scales: Literal["float16", "float32"] = "float16"
 
     @property
     def name(self) -> str:
-        """What reports and manifests call it: `int4 g32`, `int4+min g32`, `int8 g32`."""
+        """What reports and manifests call it: `int4 g32`, `int4+min g32`, `int8 g32`, `int8 per channel`."""
+        if self.bits == 8 and self.scales == "float32":
+            return "int8 per channel"
         return f"int{self.bits}{'+min' if self.minimum else ''} g{self.group}"
 
     @property
@@ -39,17 +46,44 @@ class BlockFormat:
 
     def nbytes(self, n: int, k: int) -> int:
         """Bytes of an [n, k] weight: values, scales, minima."""
-        return n * k * self.bits // 8 + n * (k // self.group) * (4 if self.minimum else 2)
+        scale = np.dtype(self.scales).itemsize
+        return n * k * self.bits // 8 + n * (k // self.group) * (2 * scale if self.minimum else scale)
+
+
+@dataclass(frozen=True)
+class Fp8Format:
+    """e4m3 values, and a float32 scale for each row."""
+
+    name = "fp8"
+
+    def nbytes(self, n: int, k: int) -> int:
+        """Bytes of an [n, k] weight: values and scales."""
+        return n * k + 4 * n
+
+
+@dataclass(frozen=True)
+class Fp8Weight:
+    """q [N, K] e4m3, scale [N] float32."""
+
+    q: NDArray[Any]
+    scale: Floats
+
+    def dequantize(self) -> Floats:
+        """[N, K] float32: each product rounds once."""
+        return self.q.astype(np.float32) * self.scale[:, None]
 
 
 @dataclass(frozen=True)
 class Blocks:
-    """A quantized weight. q [N, K]: int8, or uint8 with a minimum. scale, minimum [N, K/group]; minimum may be None."""
+    """A quantized weight. q [N, K]: int8, or uint8 with a minimum. scale, minimum [N, K/group]; minimum may be None.
+
+    Scales and minima have the type that the format names.
+    """
 
     format: BlockFormat
-    q: NDArray[np.int8] | NDArray[np.uint8]
-    scale: Halves
-    minimum: Halves | None = None
+    q: NDArray[Any]
+    scale: NDArray[Any]
+    minimum: NDArray[Any] | None = None
 
     def dequantize(self) -> Floats:
         """[N, K] float32; the product is exact, the sum rounds once."""
@@ -76,23 +110,24 @@ def quantize(weight: NDArray[Any], format: BlockFormat) -> Blocks:
     levels = (1 << format.bits) - 1
     if format.minimum:
         low = np.minimum(groups.min(-1), 0.0)
-        minimum = _half(low)
-        scale = _half((groups.max(-1).clip(min=0) - minimum.astype(np.float32)) / levels)
+        minimum = _scales(low, format)
+        scale = _scales((groups.max(-1).clip(min=0) - minimum.astype(np.float32)) / levels, format)
         q = _round(groups - minimum.astype(np.float32)[..., None], scale, 0, levels)
         return Blocks(format, q.astype(np.uint8).reshape(n, k), scale, minimum)
     peak = np.take_along_axis(groups, np.abs(groups).argmax(-1)[..., None], -1)[..., 0]
-    scale = _half(peak / np.float32(-format.offset))  # the extreme value lands exactly on -2^(bits-1), the longer side
+    # The extreme value lands exactly on -2^(bits-1), the longer side.
+    scale = _scales(peak / np.float32(-format.offset), format)
     q = _round(groups, scale, -format.offset, format.offset - 1)
     return Blocks(format, q.astype(np.int8).reshape(n, k), scale)
 
 
-def _half(values: Floats) -> Halves:
-    if np.abs(values).max(initial=0.0) > LARGEST_HALF:
+def _scales(values: Floats, format: BlockFormat) -> Halves | Floats:
+    if format.scales == "float16" and np.abs(values).max(initial=0.0) > LARGEST_HALF:
         raise OverflowError(f"a group's scale or minimum of {np.abs(values).max():g} does not fit float16")
-    return values.astype(np.float16)
+    return values.astype(format.scales)
 
 
-def _round(values: Floats, scale: Halves, low: int, high: int) -> Floats:
+def _round(values: Floats, scale: Halves | Floats, low: int, high: int) -> Floats:
     wide = scale.astype(np.float32)[..., None]
     inverse = np.divide(1.0, wide, out=np.zeros_like(wide), where=wide != 0)
     return np.rint(values * inverse).clip(low, high)
@@ -142,6 +177,29 @@ def quantize_activations(x: Floats, group: int) -> tuple[NDArray[np.int8], Float
     inverse = np.divide(np.float32(127.0), peak, out=np.zeros_like(peak), where=peak >= SMALLEST_PEAK)
     q = np.rint(groups * inverse[..., None]).astype(np.int8)
     return q.reshape(m, k), peak * np.float32(1.0 / 127.0)
+
+
+def quantize_static(x: Floats, scale: float) -> NDArray[np.int8]:
+    """int8 by one scale for all: round-to-nearest-even(x / scale), saturating at -128 and 127. x [M, K]."""
+    rounded: NDArray[np.int8] = np.rint(x / np.float32(scale)).clip(-128, 127).astype(np.int8)
+    return rounded
+
+
+def round_e4m3(x: Floats) -> Floats:
+    """The nearest e4m3 value, ties to even, saturating at ±448; NaN stays."""
+    with np.errstate(invalid="ignore"):
+        rounded: Floats = np.clip(x, -LARGEST_E4M3, LARGEST_E4M3).astype(E4M3).astype(np.float32)
+    return rounded
+
+
+def fake_quantize_e4m3(x: Floats, scale: float | None) -> Floats:
+    """x [M, K] as e4m3 activations leave it: rounded in units of `scale`, or of max|x| / 448 of each row (None)."""
+    if scale is not None:
+        return round_e4m3(x / np.float32(scale)) * np.float32(scale)
+    own = np.abs(x).max(-1, keepdims=True) * np.float32(1.0 / LARGEST_E4M3)
+    inverse = np.divide(np.float32(1.0), own, out=np.zeros_like(own), where=own >= SMALLEST_PEAK)
+    values: Floats = round_e4m3(x * inverse) * own
+    return values
 
 
 def matmul_int8(x: Floats, weight: Blocks) -> NDArray[np.float64]:

@@ -17,7 +17,7 @@ from plankiln.errors import BundleError, EngineError
 from plankiln.host import usable_cores
 from plankiln.runtime.engine import Capabilities, FloatArray, Int32Array, Step
 
-ABI = 1
+ABI = 2
 MAX_THREADS = 256
 SPIN = 2_000  # polls before a waiting thread parks, some tens of microseconds
 
@@ -26,7 +26,7 @@ _i32, _i64, _ptr = ctypes.c_int32, ctypes.c_int64, ctypes.c_void_p
 
 class _Info(ctypes.Structure):
     _fields_ = [
-        *((name, _i32) for name in ("abi", "layers", "kv_heads", "head_dim", "kv_element_bytes", "vocab")),
+        *((name, _i32) for name in ("abi", "layers", "kv_heads", "head_dim", "kv_row_bytes", "vocab")),
         ("max_context", _i32),
         ("arena_bytes_per_token", _i64),
         ("weight_bytes", _i64),
@@ -176,7 +176,7 @@ class CpuEngine:
         """Make the cache: `blocks` blocks in every layer. Earlier contents are dropped."""
         self._check_open()
         info, size = self._info, self._capabilities.block_size
-        nbytes = blocks * size * info.kv_heads * info.head_dim * info.kv_element_bytes
+        nbytes = blocks * size * info.kv_heads * info.kv_row_bytes
         self._cache = []
         try:
             self._cache = [_aligned(nbytes) for _ in range(2 * info.layers)]
@@ -227,7 +227,7 @@ class CpuEngine:
     def _check_capabilities(self, limits: Capabilities, weights: NDArray[np.uint8], code: Path) -> None:
         """The limits, which come from a manifest, must be those the code was compiled for."""
         info = self._info
-        kv_bytes = 2 * info.layers * info.kv_heads * info.head_dim * info.kv_element_bytes
+        kv_bytes = 2 * info.layers * info.kv_heads * info.kv_row_bytes
         for what, has, needs in (
             ("bytes of weights", weights.nbytes, info.weight_bytes),
             ("bytes from a cache line to the weights", weights.ctypes.data % 64, 0),

@@ -7,12 +7,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import count
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
-from plankiln.errors import EngineError, RequestError
+from plankiln.errors import BundleError, EngineError, RequestError
 from plankiln.host import memory
 from plankiln.runtime.blocks import BlockPool, blocks_for, pool_size
 from plankiln.runtime.engine import Capabilities, Engine, FloatArray, Step
@@ -21,6 +21,9 @@ from plankiln.runtime.sampling import SamplingParams, choose, uniform
 from plankiln.runtime.scheduler import Chunk, Plan, Scheduler, StepBuffers
 from plankiln.runtime.text import TextStream, Tokenizer
 from plankiln.runtime.turns import Turns
+
+if TYPE_CHECKING:
+    from plankiln.bundle import Bundle
 
 Prompt = str | Sequence[int] | NDArray[np.integer[Any]]
 _CLOSED = "the engine is closed"
@@ -61,33 +64,31 @@ class LLM:
         kv_blocks: int | None = None,
         manifest_sha256: str | None = None,
         verify: Literal["code", "full"] = "code",
+        allow_provisional: bool = False,
     ) -> LLM:
         """Open a bundle and get ready to generate.
 
         threads: default is what the process may use. kv_blocks: as for the class.
         manifest_sha256: refuse every bundle but the one whose manifest has this digest.
         verify: "full" hashes the weights too; all the rest always is.
-        Raises BundleError for a bundle that is damaged, untrusted or not for this machine.
+        allow_provisional: accept a bundle whose quality was predicted on a CPU but not measured on its device yet.
+        Raises BundleError for a bundle that is damaged, untrusted, provisional or not for this machine.
         """
         from plankiln.bundle import open_bundle
-        from plankiln.runtime.cpu import CpuEngine
 
         bundle = open_bundle(bundle_path, manifest_sha256=manifest_sha256, verify=verify)
+        gate = bundle.manifest.gate
+        if gate is not None and gate.provisional and not allow_provisional:
+            what = "the bundle is provisional: its quality was predicted on a CPU, not measured on its device"
+            hint = f"run `plankiln gate {bundle.path}` on the device, or pass `allow_provisional=True`"
+            raise BundleError(what, f"`{bundle.path}`", hint)
         tokenizer = Tokenizer(
             bundle.tokenizer_json,
             chat_template=bundle.chat_template,
             special_tokens=bundle.manifest.special_tokens,
             add_bos=bundle.manifest.add_bos,
         )
-        manifest = bundle.manifest
-        capabilities = Capabilities(
-            kv="paged",
-            kv_dtype=manifest.formats.kv_cache,
-            kv_bytes_per_token=manifest.kv_bytes_per_token,
-            vocab_size=manifest.model.vocab_size,
-            **manifest.limits.model_dump(),
-        )
-        engine = CpuEngine(bundle.sealed_code(), bundle.weights[0], capabilities, threads)
+        engine = open_engine(bundle, threads)
         try:
             return cls(engine, tokenizer, bundle.eos_token_ids, kv_blocks=kv_blocks)
         except BaseException:
@@ -356,6 +357,21 @@ class LLM:
         delta = Delta(request.id, text, new, output)
         self.scheduler.remove(request)
         request.deltas += [delta]
+
+
+def open_engine(bundle: Bundle, threads: int | None = None) -> Engine:
+    """The engine of an opened bundle, without a KV cache yet. Raises BundleError and EngineError."""
+    from plankiln.runtime.cpu import CpuEngine
+
+    manifest = bundle.manifest
+    capabilities = Capabilities(
+        kv="paged",
+        kv_dtype=manifest.formats.kv_cache,
+        kv_bytes_per_token=manifest.kv_bytes_per_token,
+        vocab_size=manifest.model.vocab_size,
+        **manifest.limits.model_dump(),
+    )
+    return CpuEngine(bundle.sealed_code(), bundle.weights[0], capabilities, threads)
 
 
 def _taken(deltas: list[Delta]) -> list[Delta]:

@@ -27,6 +27,7 @@ class MemoryCheckpoint:
     """Random float32 weights of a spec's shapes: norms around one, everything else around zero."""
 
     origin = Path("memory")
+    quantization = None
 
     def __init__(self, spec: DecoderSpec, seed: int = 0) -> None:
         random = np.random.default_rng(seed)
@@ -67,24 +68,27 @@ def session(model: ir.Model) -> ort.InferenceSession:
     return ort.InferenceSession(data, options, providers=["CPUExecutionProvider"])
 
 
+_NOT_SHARED = (ir.DataType.BFLOAT16, ir.DataType.FLOAT8E4M3FN)
+
+
 def with_float_caches(model: ir.Model) -> ir.Model:
-    """A copy whose cache inputs and outputs are float32, cast at the border: numpy has no bfloat16 for ONNX Runtime."""
+    """A copy that takes and gives float32 for caches of types that numpy and ONNX Runtime do not share."""
     model = model.clone()
     graph = model.graph
     for index, inner in enumerate(graph.inputs):
-        if inner.dtype != ir.DataType.BFLOAT16:
+        if inner.dtype not in _NOT_SHARED:
             continue
-        name, inner.name = str(inner.name), f"{inner.name}.bf16"
+        name, inner.name = str(inner.name), f"{inner.name}.narrow"
         outer = ir.Value(name=name, type=ir.TensorType(ir.DataType.FLOAT), shape=inner.shape)
-        node = ir.node("Cast", [outer], {"to": int(ir.DataType.BFLOAT16)})
+        node = ir.node("Cast", [outer], {"to": int(inner.dtype)})
         for user, at in list(inner.uses()):
             user.replace_input_with(at, node.outputs[0])
         graph.inputs[index] = outer
         graph.insert_before(graph[0], node)
     for index, inner in enumerate(graph.outputs):
-        if inner.dtype != ir.DataType.BFLOAT16:
+        if inner.dtype not in _NOT_SHARED:
             continue
-        name, inner.name = str(inner.name), f"{inner.name}.bf16"
+        name, inner.name = str(inner.name), f"{inner.name}.narrow"
         outer = ir.Value(name=name, type=ir.TensorType(ir.DataType.FLOAT), shape=inner.shape)
         graph.append(ir.node("Cast", [inner], {"to": int(ir.DataType.FLOAT)}, outputs=[outer]))
         graph.outputs[index] = outer
@@ -106,13 +110,15 @@ class PagedRunner:
         model = with_float_caches(model)
         self._session = session(model)
         names = [str(value.name) for value in model.graph.inputs]
-        shapes = {str(value.name): value.shape for value in model.graph.inputs}
         self._cache_names = [name for name in names if "_cache." in name]
-        shape = [int(size) for size in shapes[self._cache_names[0]][1:]]  # type: ignore[index,arg-type]
-        self.block_size = shape[0]
-        self.caches: dict[str, Any] = {
-            name: np.full((blocks, *shape), np.nan, np.float32) for name in self._cache_names
-        }
+        self.caches: dict[str, Any] = {}
+        for value in model.graph.inputs:
+            if value.name in self._cache_names:
+                shape = [int(size) for size in value.shape[1:]]  # type: ignore[index,arg-type]
+                integers = value.dtype == ir.DataType.INT8
+                filler = np.int8(-77) if integers else np.float32(np.nan)
+                self.caches[value.name] = np.full((blocks, *shape), filler)
+                self.block_size = shape[0]
         self._free = list(np.random.default_rng(seed).permutation(blocks))
         self.sequences: dict[str, Held] = {}
 

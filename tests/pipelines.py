@@ -12,6 +12,7 @@ from plankiln.compiler.cpu.compile import CpuPlan, CpuSource
 from plankiln.compiler.cpu.program import Program
 from plankiln.compiler.cpu.toolchain import Compiler
 from plankiln.compiler.families import DecoderSpec
+from plankiln.compiler.gate import skipped_gate
 from plankiln.compiler.rope import Rope
 
 RECIPE = """
@@ -35,6 +36,7 @@ class FakeCheckpoint:
     special_tokens = {"bos_token": "<s>", "bos_token_id": 1, "add_bos_token": True}  # noqa: RUF012
     tokenizer_json = b"{}"
     chat_template = None
+    quantization = None
 
     def __init__(self) -> None:
         self.closed = 0
@@ -105,6 +107,9 @@ def fake_stages(monkeypatch: pytest.MonkeyPatch) -> FakeCheckpoint:
     monkeypatch.setattr(pipeline, "open_checkpoint", lambda source, **_: fake)
     monkeypatch.setattr(pipeline, "export_decoder", lambda spec, checkpoint, **options: options)
     monkeypatch.setattr(pipeline, "apply_passes", lambda graph: {**graph, "passed": True})
+    monkeypatch.setattr(pipeline, "explicit_prescales", lambda graph: [])
+    monkeypatch.setattr(pipeline, "matrix_errors", lambda program, source, stored: [])
+    monkeypatch.setattr(pipeline._TargetBuild, "_measure", lambda *_: skipped_gate())
     monkeypatch.setattr(pipeline, "find_compiler", lambda: Compiler(("fake-g++",), "fake 1"))
     for stage in (decoder_spec, lower_cpu, compile_code, pack_weights, describe_plan):
         monkeypatch.setattr(pipeline, stage.__name__, stage)

@@ -15,7 +15,7 @@ from plankiln.compiler.cpu.program import Program
 from plankiln.compiler.cpu.toolchain import find_compiler
 from plankiln.compiler.export import export_decoder
 from plankiln.compiler.families import decoder_spec
-from plankiln.compiler.formats import Format
+from plankiln.compiler.formats import Format, KvFormat
 from plankiln.compiler.passes import apply_passes
 from plankiln.compiler.precision import Precision
 from plankiln.manifest import PlanLimits
@@ -43,7 +43,7 @@ def strict_flags() -> tuple[str, ...]:
 
 
 def fused_graph(
-    source: Path, weights: Format | Precision, kv: Format, max_context: int, block_size: int = 16
+    source: Path, weights: Format | Precision, kv: KvFormat, max_context: int, block_size: int = 16
 ) -> ir.Model:
     """The fused graph of a checkpoint; the checkpoint stays open for as long as the graph's references live."""
     checkpoint = open_checkpoint(str(source), base=source.parent)
@@ -60,7 +60,7 @@ def plan(
     *,
     target: str | Target = "cpu-native",
     weights: Format | Precision = "fp32",
-    kv: Format = "fp32",
+    kv: KvFormat = "fp32",
     max_context: int = 128,
     max_tokens: int = 64,
     max_sequences: int = 8,
@@ -89,7 +89,7 @@ def load(out: Path, program: Program, limits: PlanLimits, threads: int) -> CpuEn
     """The engine over a compiled directory."""
     capabilities = Capabilities(
         kv="paged",
-        kv_dtype="fp32" if program.kv_element == "float32" else "bf16",
+        kv_dtype=program.kv_format,
         kv_bytes_per_token=program.kv_bytes_per_token,
         block_size=limits.block_size,
         max_sequences=limits.max_sequences,

@@ -10,7 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from plankiln.compiler.cpu.program import Buffer, Call, Int8, Program, Weight
-from plankiln.quantize.formats import Blocks, quantize_activations
+from plankiln.compiler.formats import KvFormat
+from plankiln.quantize.formats import Blocks, Fp8Weight, fake_quantize_e4m3, quantize_activations, quantize_static
 from plankiln.runtime.engine import Step
 
 Array = NDArray[Any]
@@ -22,6 +23,13 @@ def rounded(x: Array, element: str | Int8) -> Array:
         q, scale = quantize_activations(x.astype(np.float32), element.group)
         return (q.reshape(*scale.shape, -1) * scale[..., None]).reshape(x.shape)
     return x.astype(ml_dtypes.bfloat16).astype(np.float32) if element == "bfloat16" else x.astype(np.float32)
+
+
+def cached(x: Array, kv: KvFormat, scale: float) -> Array:
+    """x [heads, dim] as the cache holds it. scale: the layer's, for fp8."""
+    if kv in ("fp8", "fp8_cast"):
+        return fake_quantize_e4m3(x.astype(np.float32), scale)
+    return rounded(x, {"fp32": "float32", "bf16": "bfloat16", "int8": Int8(x.shape[1])}[kv])
 
 
 @dataclass
@@ -58,7 +66,7 @@ class ReferencePlan:
     @staticmethod
     def weight(weight: Weight) -> Array:
         read = weight.read()
-        return (read.dequantize() if isinstance(read, Blocks) else read).astype(np.float64)
+        return (read.dequantize() if isinstance(read, Blocks | Fp8Weight) else read).astype(np.float64)
 
     def embed(self, call: Call, step: Step, _: Any) -> None:
         self.put(call.write[0], self.weight(call.weights[0])[step.input_ids])
@@ -82,14 +90,45 @@ class ReferencePlan:
             part.astype(np.float64), call.weights[0], p["epsilon"]
         ).reshape(len(x), -1)
 
-    def linear(self, call: Call, step: Step, _: Any) -> None:
-        self.put(call.write[0], self.values[call.read[0]].astype(np.float64) @ self.weight(call.weights[0]).T)
+    def linear(self, call: Call, step: Step, params: Any) -> None:
+        product = self.values[call.read[0]].astype(np.float64) @ self.weight(call.weights[0]).T
+        self.put_columns(call.write[0], product, params["offset"])
 
-    def quantize_rows(self, call: Call, step: Step, _: Any) -> None:
+    def put_columns(self, buffer: Buffer, value: Array, offset: int) -> None:
+        """Some columns of a float buffer; the first ones make it."""
+        if value.shape[1] == buffer.width:
+            self.put(buffer, value)
+            return
+        if offset == 0:
+            self.put(buffer, np.full((len(value), buffer.width), np.nan))
+        self.values[buffer][:, offset : offset + value.shape[1]] = value
+
+    def prescaled(self, call: Call, params: Any) -> tuple[Array, float | None]:
+        """What a rounding kernel rounds, and its static scale."""
+        x, weights = self.values[call.read[0]].astype(np.float32), list(call.weights)
+        if params["prescale"]:
+            x = x * self.weight(weights.pop(0)).reshape(-1).astype(np.float32)
+        return x, float(self.weight(weights[0]).reshape(())) if params["static"] else None
+
+    def quantize_rows(self, call: Call, step: Step, params: Any) -> None:
+        x, scale = self.prescaled(call, params)
+        if scale is not None and self.int8:
+            self.values[call.write[0]] = quantize_static(x, scale).astype(np.float32) * np.float32(scale)
+        else:
+            self.put(call.write[0], x)
+
+    def round_e4m3_rows(self, call: Call, step: Step, params: Any) -> None:
+        self.put(call.write[0], fake_quantize_e4m3(*self.prescaled(call, params)))
+
+    def scale_rows(self, call: Call, step: Step, _: Any) -> None:
+        self.put(call.write[0], self.values[call.read[0]] * self.weight(call.weights[0]).reshape(-1))
+
+    def narrow_rows(self, call: Call, step: Step, _: Any) -> None:
         self.put(call.write[0], self.values[call.read[0]])
 
-    def add_bias(self, call: Call, step: Step, _: Any) -> None:
-        self.put(call.write[0], self.values[call.read[0]] + self.weight(call.weights[0]).reshape(-1))
+    def add_bias(self, call: Call, step: Step, params: Any) -> None:
+        columns = slice(params["offset"], params["offset"] + params["width"])
+        self.values[call.write[0]][:, columns] += self.weight(call.weights[0]).reshape(-1)
 
     def silu_mul(self, call: Call, step: Step, _: Any) -> None:
         gate, up = np.split(self.values[call.read[0]].astype(np.float64), 2, axis=1)
@@ -101,7 +140,8 @@ class ReferencePlan:
     def rope_and_cache(self, call: Call, step: Step, p: Any) -> None:
         program, x = self.program, self.values[call.write[0]].astype(np.float64)
         dim = program.head_dim
-        cos, sin = (self.weight(w)[step.positions][:, None] for w in call.weights)
+        cos, sin = (self.weight(w)[step.positions][:, None] for w in call.weights[:2])
+        scales = [float(self.weight(w).reshape(())) for w in call.weights[2:]] or [1.0, 1.0]
 
         def rotate(part: Array) -> Array:
             a, b = part[..., : dim // 2], part[..., dim // 2 :]
@@ -114,8 +154,8 @@ class ReferencePlan:
         self.put(call.write[0], x)
         for s, row, place in self.rows(step):
             block = step.block_table[s, place // self.block_size], place % self.block_size
-            self.k[p["layer"]][block] = rounded(k[row], program.kv_element)
-            self.v[p["layer"]][block] = rounded(v[row], program.kv_element)
+            self.k[p["layer"]][block] = cached(k[row], program.kv_format, scales[0])
+            self.v[p["layer"]][block] = cached(v[row], program.kv_format, scales[1])
 
     def attention(self, call: Call, step: Step, p: Any) -> None:
         program, x = self.program, self.values[call.read[0]].astype(np.float64)

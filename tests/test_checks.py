@@ -39,8 +39,8 @@ def recipe(folder: Path, text: str) -> Path:
             "quantize: {weights: int4_awq, group_size: 64}",
             (),
         ),
-        ("targets: [cpu-generic]\nquantize: {kv_cache: int8}\nengine: {tensor_parallel: 2}", ()),
-        ("targets: [cpu-generic]\nquantize: {weights: int8_smoothquant}", ("cpu-generic",)),
+        ("targets: [cpu-generic]\nquantize: {kv_cache: fp16}\nengine: {tensor_parallel: 2}", ()),
+        ("targets: [cpu-generic]\nquantize: {weights: nvfp4}", ("cpu-generic",)),
         ("targets: [cpu-generic]\nengine: {block_size: 8, max_context: 8}", ()),
         ("targets: [{sku: cpu-generic, engine: {tensor_parallel: 2}}, h100]", ()),
     ],
@@ -56,7 +56,7 @@ def test_following_the_hint_leads_to_a_build(tmp_path: Path, text: str, wanted: 
 
 
 def test_only_what_is_wrong_is_changed(tmp_path: Path) -> None:
-    path = recipe(tmp_path, "targets: [cpu-generic]\nquantize: {weights: fp32, kv_cache: int8}")
+    path = recipe(tmp_path, "targets: [cpu-generic]\nquantize: {weights: fp32, kv_cache: fp16}")
     with pytest.raises(BuildError, match=r"hint: try `--set quantize.kv_cache=bf16`$"):
         choose_targets(path, (), ())
 

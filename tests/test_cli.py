@@ -172,12 +172,16 @@ class TestBuild:
         assert done.out == "o/tiny\n"
         assert "\ncpu-generic: compile" in done.err
         assert self.seen == (recipe, ("a=1", "b=2"), Path("o"), ("cpu-generic",))
-        assert self.options == {"explain": False, "keep_going": False}
+        assert self.options == {"explain": False, "keep_going": False, "gate": True}
         assert "a note" in done.err
 
     def test_keep_going_prints_what_was_built_and_what_failed(self, call: Any, recipe: Path) -> None:
         done = call("build", recipe, "--keep-going", "-q", "--out", "o")
         assert (done.code, done.out, done.err) == (1, "o/tiny\n", "error: the other failed\n")
+
+    def test_no_gate(self, call: Any, recipe: Path) -> None:
+        call("build", recipe, "--no-gate", "-q")
+        assert self.options["gate"] is False
 
     def test_explain_speaks_when_quiet(self, call: Any, recipe: Path) -> None:
         done = call("build", recipe, "--explain", "-q")

@@ -416,5 +416,5 @@ class TestRefusedBuilds:
         assert time.monotonic() - started < 10
         assert (done.code, done.out) == (1, "")
         assert "cannot build target `h100`: GPU targets are not built yet" in done.err
-        assert "hint: try `--set 'targets=[cpu-native]' --set quantize.weights=bf16 --set quantize.kv_cache" in done.err
+        assert "hint: try `--set 'targets=[cpu-native]'`" in done.err
         assert list(tmp_path.iterdir()) == []

@@ -42,7 +42,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny_hf(tmp_path_factory.mktemp("sized") / "model", "llama", **SHAPE, **HEADS)
 
 
-@pytest.mark.parametrize("weights", get_args(WeightChoice))
+@pytest.mark.parametrize("weights", sorted({*get_args(WeightChoice)} - {"auto"}))
 @pytest.mark.parametrize("source", ["model", "gguf"])
 def test_packing_takes_what_was_predicted(
     request: pytest.FixtureRequest, tmp_path: Path, source: str, weights: WeightChoice

@@ -286,7 +286,6 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"partial_rotary_factor": 0.5}, "`partial_rotary_factor` `0.5` is not supported"),
     ({"rope_interleaved": True}, "`rope_interleaved` `true` is not supported"),
     ({"hidden_act": "gelu"}, "`hidden_act` `gelu` is not supported"),
-    ({"quantization_config": {"bits": 4}}, "`quantization_config`"),
     ({"auto_map": {"AutoModel": "modeling.py"}}, "`auto_map`"),
     ({"pretraining_tp": 2}, "`pretraining_tp` `2` is not supported"),
     ({"architectures": ["LlamaForSequenceClassification"]}, "`architectures` must be `LlamaForCausalLM`"),

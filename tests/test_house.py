@@ -22,7 +22,7 @@ SHARED = {
     *("errors", "recipe", "recipe_yaml", "target", "checkpoint", "bundle", "manifest", "trust", "host"),
     "chat_template",
 }
-COMMANDS = {"__main__", "cli", "entry", "console", "doctor", "store_commands"}
+COMMANDS = {"__main__", "cli", "entry", "console", "doctor", "quality_commands", "store_commands"}
 MAY_IMPORT = {
     "shared": {"shared"},
     "plugins": {"shared", "plugins"},
@@ -152,7 +152,7 @@ def test_wheel_holds_every_module(distributions: Path) -> None:
         names = {name for name in archive.namelist() if ".dist-info/" not in name}
     expected = set()
     for folder, package in FOLDERS.items():
-        for path in [*(ROOT / folder).rglob("*.py"), *(ROOT / folder).rglob("*.h")]:
+        for path in [*(ROOT / folder).rglob("*.py"), *(ROOT / folder).rglob("*.h"), *(ROOT / folder).rglob("text/*")]:
             expected.add(f"{package.replace('.', '/')}/{path.relative_to(ROOT / folder)}")
     assert names == expected
 

@@ -279,6 +279,7 @@ def test_load_hands_the_bundle_over(monkeypatch: pytest.MonkeyPatch) -> None:
         manifest=SimpleNamespace(
             special_tokens={"bos_token": "<s>", "ids": [0]},
             add_bos=True,
+            gate=None,
             kv_bytes_per_token=16,
             formats=SimpleNamespace(kv_cache="bf16"),
             model=SimpleNamespace(vocab_size=VOCAB),

@@ -141,16 +141,18 @@ class TestRefusedBeforeWork:
     @pytest.mark.parametrize(
         "override",
         [
-            "quantize.weights=int8_smoothquant",
-            "quantize.kv_cache=int8",
+            "quantize.kv_cache=fp16",
             "engine.tensor_parallel=2",
-            "quantize.weights=fp8",
         ],
     )
     def test_what_is_not_built_yet(self, recipe: Path, override: str) -> None:
         text = self.refused(recipe, "targets=[cpu-generic]", override)
         assert override.partition("=")[0] in text
         assert "not built yet" in text
+
+    def test_nvfp4_has_no_cpu_kernel(self, recipe: Path) -> None:
+        text = self.refused(recipe, "targets=[cpu-generic]", "quantize.weights=nvfp4")
+        assert "no CPU kernel multiplies `nvfp4`" in text
 
     def test_unknown_target(self, recipe: Path) -> None:
         text = self.refused(recipe, targets=("cpu-generik",))

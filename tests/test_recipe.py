@@ -105,11 +105,16 @@ def test_defaults(tmp_path: Path) -> None:
         "model": {"source": "weights", "sha256": None, "config": None},
         "quantize": {
             **{"weights": "bf16", "kv_cache": "bf16"},
-            **{"group_size": None, "minimum": None, "activations": None},
+            **dict.fromkeys(("group_size", "minimum", "activations", "clip", "alpha", "bits", "exclude")),
+            **{"layerwise": None, "calibration": None},
         },
         "engine": {
             **{"tensor_parallel": 1, "max_sequences": 32, "max_tokens_per_step": 2048, "max_context": 2048},
             **{"block_size": 16, "max_logit_rows": 256, "kv_memory": 1 << 30},
+        },
+        "gate": {
+            **{"max_perplexity_increase": 0.1, "max_kl_mean": None, "max_kl_p99": None, "min_top1_agreement": None},
+            "text": {"kind": "builtin", "path": None, "field": None, "samples": 4, "max_tokens": 512},
         },
     }
 
@@ -283,7 +288,12 @@ MISTAKES: list[tuple[str, int, str, str]] = [
     ("quantize: {weights: int4_awk, group_size: 128}", 4, "`quantize.weights` cannot be `int4_awk`", "`int4_awq`"),
     ("quantize: {weights: null}", 4, "`quantize.weights` cannot be nothing", "known: fp32"),
     ("quantize: {weights: [fp32]}", 4, "`quantize.weights` cannot be a list", "known: fp32"),
-    ("quantize: {kv_cache: int4}", 4, "`quantize.kv_cache` cannot be `int4`", "known: fp32, bf16, fp16, fp8, int8"),
+    (
+        "quantize: {kv_cache: int4}",
+        4,
+        "`quantize.kv_cache` cannot be `int4`",
+        "known: fp32, bf16, fp16, fp8, fp8_cast, int8",
+    ),
     ("quantize: {weights: int4_rtn, group_size: 16}", 4, "`group_size` 16 has no kernel with `int4_rtn`", "64 or 128"),
     ("quantize: {weights: int8_rtn, minimum: true}", 4, "`minimum` means nothing for `weights: int8_rtn`", "null"),
     ("quantize: {activations: int8}", 4, "`activations` means nothing for `weights: bf16`", "remove it"),

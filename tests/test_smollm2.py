@@ -141,7 +141,7 @@ def test_keep_is_the_files_own_quantization(
 ) -> None:
     """The reference variant is the dequantized model; the fast one, with int8 activations, is within 2 % of it."""
     exact = [reference.logits(prompt) for prompt in prompts]
-    slow = build(checkpoint, tmp_path / "reference", Precision("keep", activations="fp32"), "fp32")
+    slow = build(checkpoint, tmp_path / "reference", Precision("keep", activations="declared"), "fp32")
     for want, prompt in zip(exact, prompts, strict=True):
         assert np.abs(plan_logits(slow, prompt) - want).max() <= 1e-3
     fast = build(checkpoint, tmp_path / "fast", Precision("keep"), "bf16")

@@ -15,7 +15,7 @@ from plankiln.compiler.cpu.pack import weight_offsets, write_weights
 from plankiln.compiler.cpu.program import Int8, Program
 from plankiln.compiler.cpu.toolchain import Compiler, compile_plan, needed_glibc
 from plankiln.compiler.formats import Element
-from plankiln.quantize.formats import BlockFormat
+from plankiln.quantize.formats import BlockFormat, Fp8Format
 from plankiln.target import Target
 
 Progress = Callable[[str, int, int], None]
@@ -81,7 +81,7 @@ def describe_plan(source: CpuSource, compiler: Compiler, glibc: str) -> CpuPlan:
         bytes_per_format=_bytes_per_format(source.program),
         weights=weights,
         activations=activations,
-        kv_cache=_SHORT[source.program.kv_element],
+        kv_cache=source.program.kv_format,
         compiler=compiler.version,
         glibc=glibc,
         flags=source.target.flags,
@@ -91,8 +91,8 @@ def describe_plan(source: CpuSource, compiler: Compiler, glibc: str) -> CpuPlan:
 _SHORT: dict[Element, str] = {"float32": "fp32", "bfloat16": "bf16"}
 
 
-def _name(form: Element | BlockFormat | Int8) -> str:
-    if isinstance(form, BlockFormat):
+def _name(form: Element | BlockFormat | Fp8Format | Int8) -> str:
+    if isinstance(form, BlockFormat | Fp8Format):
         return form.name
     return f"int8 g{form.group}" if isinstance(form, Int8) else _SHORT[form]
 
@@ -101,7 +101,9 @@ def _formats(program: Program) -> tuple[str, str]:
     """Weight formats of the linear layers, and the arithmetic of their activations."""
     linears = [call for call in program.calls if call.kernel == "linear"]
     weights = {_name(call.weights[0].format) for call in linears}
-    activations = {_name(call.read[0].element) for call in linears}
+    rounded = {call.write[0] for call in program.calls if call.kernel == "round_e4m3_rows"}
+    inputs = (call.read[0] for call in linears)
+    activations = {"fp8" if buffer in rounded else _name(buffer.element) for buffer in inputs}
     return " + ".join(sorted(weights)), " + ".join(sorted(activations))
 
 

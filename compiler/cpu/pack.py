@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from plankiln.compiler.cpu.program import Program, Weight
 from plankiln.compiler.formats import NUMPY, Element
-from plankiln.quantize.formats import Blocks
+from plankiln.quantize.formats import Blocks, Fp8Weight
 
 ALIGNMENT = 64
 
@@ -50,6 +50,13 @@ def pack_blocks(blocks: Blocks) -> NDArray[np.uint8]:
     return np.concatenate(fields, -1)
 
 
+def pack_fp8(weight: Fp8Weight) -> NDArray[np.uint8]:
+    """[n, k] → [ceil(n/16), k, 16] e4m3, then the rows' float32 scales, zeros beyond n (plugins/cpu/linear.h)."""
+    q = _padded(weight.q.view(np.uint8), 16)
+    tiles = q.reshape(-1, 16, q.shape[1]).transpose(0, 2, 1)
+    return np.concatenate([tiles.reshape(-1), _padded(weight.scale[:, None], 16).reshape(-1).view(np.uint8)])
+
+
 def _padded(rows: NDArray[Any], row_unit: int, column_unit: int = 1) -> NDArray[Any]:
     n, k = (-(-size // unit) * unit for size, unit in zip(rows.shape, (row_unit, column_unit), strict=True))
     if rows.shape == (n, k):
@@ -64,6 +71,8 @@ def packed(weight: Weight) -> NDArray[Any]:
     read = weight.read()
     if isinstance(read, Blocks):
         return pack_blocks(read)
+    if isinstance(read, Fp8Weight):
+        return pack_fp8(read)
     assert isinstance(weight.format, str)
     rows = read.astype(NUMPY[weight.format], copy=False)
     return pack_tiles(rows, weight.format) if weight.layout == "tiles" else np.ascontiguousarray(rows)

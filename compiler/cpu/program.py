@@ -9,8 +9,8 @@ from typing import Any, Literal
 
 from numpy.typing import NDArray
 
-from plankiln.compiler.formats import NUMPY, Element
-from plankiln.quantize.formats import BlockFormat, Blocks
+from plankiln.compiler.formats import NUMPY, Element, KvFormat, kv_row_bytes
+from plankiln.quantize.formats import BlockFormat, Blocks, Fp8Format, Fp8Weight
 
 
 @dataclass(frozen=True)
@@ -41,21 +41,24 @@ class Buffer:
 class Weight:
     """One packed tensor of weights.bin. `read()` gives it as the checkpoint lies: [n, k], or [n] for a vector.
 
-    parts: which rows of which checkpoint tensors it is. Two uses of the same rows (a tied embedding) compare equal and
-    are stored once.
+    searched: whether its scales were searched for the least error. parts: which rows of which checkpoint tensors it is.
+    Two uses of the same rows (a tied embedding) compare equal and are stored once.
     """
 
     name: str
     layout: Literal["tiles", "vector"]
-    format: Element | BlockFormat
+    format: Element | BlockFormat | Fp8Format
     n: int
     k: int
-    read: Callable[[], NDArray[Any] | Blocks] = field(compare=False, repr=False)
+    read: Callable[[], NDArray[Any] | Blocks | Fp8Weight] = field(compare=False, repr=False)
     parts: tuple[object, ...] = ()
+    searched: bool = False
 
     @property
     def nbytes(self) -> int:
-        """Packed size in bytes, in tiles of 16 rows (plugins/cpu/linear.h) or, for low bits, 32 (quantized.h)."""
+        """Packed size in bytes, in tiles of 16 rows (plugins/cpu/linear.h) or, for blocks, 32 (quantized.h)."""
+        if isinstance(self.format, Fp8Format):
+            return self.format.nbytes(_aligned(self.n, 16), self.k)
         if isinstance(self.format, BlockFormat):
             return self.format.nbytes(_aligned(self.n, 32), self.k)
         size = NUMPY[self.format].itemsize
@@ -89,7 +92,7 @@ class Call:
 class Program:
     """A whole model for one CPU target.
 
-    kv_element, kv_heads, head_dim, layers: shape of the cache. vocab: width of the logits. max_context: rows of the
+    kv_format, kv_heads, head_dim, layers: shape of the cache. vocab: width of the logits. max_context: rows of the
     RoPE tables.
     """
 
@@ -101,7 +104,7 @@ class Program:
     head_dim: int
     vocab: int
     max_context: int
-    kv_element: Element
+    kv_format: KvFormat
 
     @property
     def weights(self) -> tuple[Weight, ...]:
@@ -112,7 +115,7 @@ class Program:
     @property
     def kv_bytes_per_token(self) -> int:
         """Key and value bytes one token takes in all layers."""
-        return 2 * self.layers * self.kv_heads * self.head_dim * NUMPY[self.kv_element].itemsize
+        return 2 * self.layers * self.kv_heads * kv_row_bytes(self.kv_format, self.head_dim)
 
 
 def _aligned(size: int, unit: int = 64) -> int:

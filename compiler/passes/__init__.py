@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import onnx_ir as ir
 
+from plankiln.compiler.passes.fold_prescale import fold_prescale
 from plankiln.compiler.passes.fuse_add_norm import fuse_add_norm
 from plankiln.compiler.passes.fuse_gate_up import fuse_gate_up
 from plankiln.compiler.passes.fuse_qkv import fuse_qkv
@@ -13,7 +14,7 @@ from plankiln.compiler.passes.fuse_rope import fuse_rope
 from plankiln.compiler.passes.fuse_silu_mul import fuse_silu_mul
 
 Pass = Callable[[ir.Model], int]
-PASSES: tuple[Pass, ...] = (fuse_qkv, fuse_gate_up, fuse_silu_mul, fuse_add_norm, fuse_rope)
+PASSES: tuple[Pass, ...] = (fold_prescale, fuse_qkv, fuse_gate_up, fuse_silu_mul, fuse_add_norm, fuse_rope)
 
 
 def apply_passes(model: ir.Model) -> ir.Model:

@@ -9,7 +9,7 @@ from plankiln.compiler.passes.linears import joined, linear_behind
 
 
 def fuse_gate_up(model: ir.Model) -> int:
-    """Rewrites every (gate * Sigmoid(gate)) * up whose gate and up are linears over one input; returns how many."""
+    """Rewrites every (gate * Sigmoid(gate)) * up whose gate and up are linears; returns how many."""
     count = 0
     for node in list(model.graph):
         gate_up = g.silu_mul_operands(node)

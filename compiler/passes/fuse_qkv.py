@@ -13,7 +13,7 @@ _BETWEEN = ("Squeeze", "Unsqueeze", "RotaryEmbedding", "Reshape", "RMSNormalizat
 
 
 def fuse_qkv(model: ir.Model) -> int:
-    """Rewrites every attention node whose query, key and value come from linears over one input; returns how many."""
+    """Rewrites every attention node whose query, key and value come from linears; returns how many."""
     count = 0
     for node in list(model.graph):
         if not g.is_op(node, schema.OP_TYPE, DOMAIN):

@@ -7,14 +7,14 @@ import onnx_ir as ir
 from plankiln.compiler import graph as g
 from plankiln.plugins.onnx_body import DOMAIN
 from plankiln.plugins.paged_attention import schema
-from plankiln.plugins.paged_attention.onnx_function import paged_attention_function
+from plankiln.plugins.paged_attention.onnx_function import paged_attention_function, storage_of
 
 _POSITIONS_INPUT = 3
 
 
 def fuse_rope(model: ir.Model) -> int:
     """Rewrites every attention node whose query and key are both rotated by the same tables; returns how many."""
-    count = 0
+    storages: list[schema.Storage] = []
     for node in list(model.graph):
         if not g.is_op(node, schema.OP_TYPE, DOMAIN) or node.attributes["do_rotary"].as_int():
             continue
@@ -24,12 +24,12 @@ def fuse_rope(model: ir.Model) -> int:
         positions = _positions(query)
         if positions is None:
             continue
-        _rotate_inside(node, query, key, positions)
-        count += 1
-    if count:
-        g.add_function(model, paged_attention_function(do_rotary=True))
+        storages.append(_rotate_inside(node, query, key, positions))
+    for storage in set(storages):
+        g.add_function(model, paged_attention_function(do_rotary=True, storage=storage))
+    if storages:
         g.tidy(model)
-    return count
+    return len(storages)
 
 
 def _rotation(value: ir.Value | None) -> ir.Node | None:
@@ -46,13 +46,16 @@ def _positions(rotation: ir.Node) -> ir.Value | None:
     return cast.inputs[0] if cast else None
 
 
-def _rotate_inside(node: ir.Node, query: ir.Node, key: ir.Node, positions: ir.Value) -> None:
+def _rotate_inside(node: ir.Node, query: ir.Node, key: ir.Node, positions: ir.Value) -> schema.Storage:
     inputs = [_unrotated(query), _unrotated(key), *node.inputs[2:], *query.inputs[1:_POSITIONS_INPUT], positions]
     node.resize_inputs(len(inputs))
     for index, value in enumerate(inputs):
         node.replace_input_with(index, value)
     node.attributes["do_rotary"] = ir.AttrInt64("do_rotary", 1)
-    node.overload = schema.ROTARY_OVERLOAD
+    cache = node.inputs[3]
+    storage = storage_of(cache.dtype if cache else None)
+    node.overload = schema.overload(do_rotary=True, storage=storage)
+    return storage
 
 
 def _unrotated(rotation: ir.Node) -> ir.Value | None:

@@ -45,17 +45,20 @@ def linear_behind(value: ir.Value | None) -> Linear | None:
 def joined(graph: ir.Graph, linears: Sequence[Linear], old: str, new: str) -> ir.Value | None:
     """One linear whose output columns are those of all, put after the last of them; its output.
 
-    Its matrix is a reference to all their rows. `old` → `new` turns the first one's names into the joint ones. None,
-    and nothing changed, when the linears do not read one input or do not agree about bias, format or layer.
+    Its matrix is a reference to all their rows, or, where they read different inputs or differ in format, their outputs
+    are put side by side by Concat. `old` → `new` turns the first one's names into the joint ones. None, and nothing
+    changed, when they do not agree about bias or layer.
     """
     first = linears[0]
-    alike = {(linear.x, linear.bias is None, g.layer_of(linear.matmul)) for linear in linears}
+    alike = {(linear.bias is None, g.layer_of(linear.matmul)) for linear in linears}
     if len(alike) != 1 or len({linear.matmul for linear in linears}) != len(linears):
         return None
     try:
         reference = joined_reference([linear.matrix for linear in linears])
     except ValueError:
-        return None
+        return _side_by_side(graph, linears, old, new)
+    if len({linear.x for linear in linears}) != 1:
+        return _side_by_side(graph, linears, old, new)
     layer, anchor = g.layer_of(first.matmul), last_of(graph, [linear.matmul for linear in linears])
     name = str(first.output.name).replace(old, new)
     matrix = add_matrix(graph, f"{name}.weight", reference, layer, after=anchor)
@@ -68,6 +71,16 @@ def joined(graph: ir.Graph, linears: Sequence[Linear], old: str, new: str) -> ir
     bias = _joint_weight(graph, [linear.bias for linear in linears if linear.bias is not None], old, new)
     output = g.value(name, g.FLOAT, shape)
     _after(graph, anchor, g.node("Add", [product, bias], [output], layer=layer))
+    return output
+
+
+def _side_by_side(graph: ir.Graph, linears: Sequence[Linear], old: str, new: str) -> ir.Value:
+    shape = [g.dimensions(linears[0].output)[0], sum(linear.width for linear in linears)]
+    output = g.value(str(linears[0].output.name).replace(old, new), g.FLOAT, shape)
+    ends = [node for linear in linears if (node := linear.output.producer())]
+    outputs = [linear.output for linear in linears]
+    concat = g.node("Concat", outputs, [output], {"axis": -1}, layer=g.layer_of(linears[0].matmul))
+    _after(graph, last_of(graph, ends), concat)
     return output
 
 

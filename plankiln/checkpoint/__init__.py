@@ -10,6 +10,7 @@ from plankiln.checkpoint.base import (
     TensorInfo,
     check_finite,
 )
+from plankiln.checkpoint.quantization import LinearQuantization, Quantization, unpack_int4
 from plankiln.checkpoint.sources import open_checkpoint
 
 __all__ = [
@@ -18,8 +19,11 @@ __all__ = [
     "FLOAT_DTYPES",
     "LM_HEAD",
     "Checkpoint",
+    "LinearQuantization",
     "Progress",
+    "Quantization",
     "TensorInfo",
     "check_finite",
     "open_checkpoint",
+    "unpack_int4",
 ]

@@ -13,6 +13,7 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
+from plankiln.checkpoint.quantization import LinearQuantization, Quantization, owned_tensors, stored_shape
 from plankiln.errors import CheckpointError, Problem
 
 Array = NDArray[Any]
@@ -43,6 +44,7 @@ class Checkpoint(ABC):
     config: dict[str, Any]
     generation_config: dict[str, Any]
     tensors: dict[str, TensorInfo]
+    quantization: Quantization | None = None
 
     @property
     @abstractmethod
@@ -113,10 +115,10 @@ class Checkpoint(ABC):
             info = self.tensors.get(name)
             if info is None:
                 problems.append(self._missing(name, extras))
-            elif info.shape != shape:
+            elif info.shape != self._stored_shape(name, shape):
                 what = f"tensor `{name}` has shape {list(info.shape)} where {list(shape)} is expected"
                 problems.append(Problem(what, str(self.origin), "config.json and the weights disagree"))
-            elif info.dtype not in FLOAT_DTYPES | BLOCK_DTYPES:
+            elif info.dtype not in FLOAT_DTYPES | BLOCK_DTYPES and self._linear(name) is None:
                 what = f"tensor `{name}` has dtype `{info.dtype}` where floating point is expected"
                 problems.append(Problem(what, str(self.origin), f"supported: {', '.join(sorted(FLOAT_DTYPES))}"))
         for name in extras:
@@ -147,7 +149,16 @@ class Checkpoint(ABC):
         hint = f"did you mean `{near[0]}`?" if near else "download the checkpoint again, or check its config.json"
         return Problem(f"missing tensor `{name}`", str(self.origin), hint)
 
+    def _linear(self, name: str) -> LinearQuantization | None:
+        return self.quantization.linear(name.removesuffix(".weight")) if self.quantization else None
+
+    def _stored_shape(self, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+        linear = self._linear(name)
+        return shape if linear is None else stored_shape(linear, *shape)[1]
+
     def _is_ignorable(self, name: str) -> bool:
+        if self.quantization and owned_tensors(self.quantization, name):
+            return True
         tied_head = name == LM_HEAD and bool(self.config.get("tie_word_embeddings"))
         return tied_head or name.endswith("rotary_emb.inv_freq")
 

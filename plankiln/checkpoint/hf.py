@@ -13,16 +13,18 @@ from numpy.typing import NDArray
 
 from plankiln.checkpoint.base import Array, Checkpoint, Progress, TensorInfo
 from plankiln.checkpoint.files import file_sha256, read_json
+from plankiln.checkpoint.quantization import Quantization, read_quantization
 from plankiln.checkpoint.shards import Shard
 from plankiln.checkpoint.tokenizer_files import TokenizerFiles, end_of_turn_ids, eos_ids
 from plankiln.errors import CheckpointError, Problem
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+QUANTIZATION = "hf_quant_config.json"
 _DECLARATIONS = (
     "config.json",
     "generation_config.json",
-    "hf_quant_config.json",
+    QUANTIZATION,
     "tokenizer.json",
     "tokenizer_config.json",
     "special_tokens_map.json",
@@ -49,6 +51,11 @@ class HfCheckpoint(Checkpoint):
             self.close()
             raise
         self.tensors = {name: shard.tensors[name] for name, shard in sorted(self._owner.items())}
+        try:
+            self.quantization = self._read_quantization()
+        except BaseException:
+            self.close()
+            raise
 
     @cached_property
     def digest(self) -> str:
@@ -93,6 +100,16 @@ class HfCheckpoint(Checkpoint):
 
     def _whole(self, info: TensorInfo) -> Array:
         return self._owner[info.name].whole(info.name)
+
+    def _read_quantization(self) -> Quantization | None:
+        path = self.origin / QUANTIZATION
+        declared = read_json(path).get("quantization") if path.is_file() else self.config.get("quantization_config")
+        if declared is None:
+            return None
+        where = str(path if path.is_file() else self.origin / "config.json")
+        if not isinstance(declared, dict):
+            raise CheckpointError("the quantization is not an object", where, "export the checkpoint again")
+        return read_quantization(declared, self.tensors, self.read, where)
 
     def _open_shards(self) -> None:
         index: dict[str, str] = {}

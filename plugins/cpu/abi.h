@@ -3,7 +3,7 @@
 #pragma once
 #include <cstdint>
 
-#define PLANKILN_ABI 1
+#define PLANKILN_ABI 2
 #define PLANKILN_EXPORT extern "C" __attribute__((visibility("default")))
 
 // The process's one thread pool. Whoever creates it fills these fields, so a plan built elsewhere can use it.
@@ -19,7 +19,7 @@ struct pk_info {
   int32_t layers;
   int32_t kv_heads;
   int32_t head_dim;
-  int32_t kv_element_bytes;
+  int32_t kv_row_bytes;          // of one token's keys, or values, in one head, with their scale
   int32_t vocab;
   int32_t max_context;           // rows of the RoPE tables
   int64_t arena_bytes_per_token;
@@ -41,8 +41,8 @@ struct pk_step {
   const int32_t* context_lens;   // [S]
   const int32_t* block_table;    // [S, B]
   const int32_t* logit_rows;     // [R]
-  uint8_t* const* k_cache;       // [layers] of [kv_blocks, kv_heads, block_size/16, head_dim, 16]
-  uint8_t* const* v_cache;       // [layers] of [kv_blocks, kv_heads, block_size, head_dim]
+  uint8_t* const* k_cache;       // [layers] of [kv_blocks, kv_heads, block_size * info.kv_row_bytes]: see kv_cache.h
+  uint8_t* const* v_cache;       // as k_cache
   float* logits;                 // [R, vocab]
 };
 

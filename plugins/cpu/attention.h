@@ -1,23 +1,12 @@
 // Paged attention over one ragged batch of prefill chunks and decodes.
-// Cache layout (one layer): K [block][kv_head][block_size/16][dim][16], V [block][kv_head][block_size][dim]:
-// sixteen positions of K lie side by side, so scores need no sums across lanes. C is float or bf16.
+// The cache's layout and elements, C, are in kv_cache.h.
 // Each query row walks the cache in tiles of 64 positions counted from position 0 with an online softmax (Milakov and
 // Gimelshein 2018), so its bits depend neither on the batch, the chunking, the block size nor the threads (as long as values are finite:
 // rows that walk together multiply each other's later values by zero).
 #pragma once
 #include "abi.h"
 #include "elementwise.h"
-
-struct Heads { int64_t query, kv, dim; };
-
-template <class C>
-PK_INLINE C* k_tile(uint8_t* cache, const Heads& heads, int64_t block_size, int64_t block, int64_t head, int64_t slot) {
-  return reinterpret_cast<C*>(cache) + ((block * heads.kv + head) * (block_size / 16) + slot / 16) * heads.dim * 16;
-}
-template <class C>
-PK_INLINE C* v_row(uint8_t* cache, const Heads& heads, int64_t block_size, int64_t block, int64_t head, int64_t slot) {
-  return reinterpret_cast<C*>(cache) + ((block * heads.kv + head) * block_size + slot) * heads.dim;
-}
+#include "kv_cache.h"
 
 // x [dim] rotated in place by cos, sin [dim/2] (half-split pairs), then scaled.
 PK_INLINE void rotate(float* x, const float* cos, const float* sin, int64_t dim, float scale) {
@@ -30,11 +19,15 @@ PK_INLINE void rotate(float* x, const float* cos, const float* sin, int64_t dim,
 }
 
 // Rotates and scales the queries in place, rotates the keys, and writes keys and values to their cache slots.
-// q, k, v: columns of rows that are ld floats apart; cos_sin [2][max_context][dim/2].
+// q, k, v: columns of rows that are ld floats apart; cos_cache, sin_cache [max_context][dim/2].
+// k_scale, v_scale: the layer's, a float each, of an e4m3 cache; the queries take the keys' on.
 template <class C>
 static void rope_and_cache(Thread& t, const pk_step& s, int layer, float* q, float* k, const float* v, int64_t ld,
-                           const uint8_t* cos_cache, const uint8_t* sin_cache, const Heads& heads, float scale) {
+                           const uint8_t* cos_cache, const uint8_t* sin_cache, const Heads& heads, float scale,
+                           const uint8_t* k_scale = nullptr, const uint8_t* v_scale = nullptr) {
+  const float *ks = reinterpret_cast<const float*>(k_scale), *vs = reinterpret_cast<const float*>(v_scale);
   int64_t half = heads.dim / 2;
+  if (ks) scale *= *ks;
   parallel(t, s.tokens, 1, [&](int64_t m, int64_t end) {
     int64_t sequence = 0;
     for (; m < end; ++m) {
@@ -47,12 +40,7 @@ static void rope_and_cache(Thread& t, const pk_step& s, int layer, float* q, flo
       for (int64_t h = 0; h < heads.kv; ++h) {
         float* key = k + m * ld + h * heads.dim;
         rotate(key, cos, sin, heads.dim, 1.0f);
-        C* kt = k_tile<C>(s.k_cache[layer], heads, s.block_size, block, h, slot) + slot % 16;
-        C* vr = v_row<C>(s.v_cache[layer], heads, s.block_size, block, h, slot);
-        for (int64_t d = 0; d < heads.dim; ++d) {
-          kt[d * 16] = from_float<C>(key[d]);
-          vr[d] = from_float<C>(v[m * ld + h * heads.dim + d]);
-        }
+        cache_write<C>(s.k_cache[layer], s.v_cache[layer], heads, s.block_size, block, h, slot, key, v + m * ld + h * heads.dim, ks, vs);
       }
     }
   });
@@ -60,7 +48,6 @@ static void rope_and_cache(Thread& t, const pk_step& s, int layer, float* q, flo
 
 constexpr int TILE = 64;  // cache positions a softmax step covers
 constexpr int ROWS = 8;   // query rows (tokens × heads of one kv head) that share a walk over the cache
-constexpr int MAX_DIM = 256;
 
 struct Rows {
   int count;
@@ -148,6 +135,14 @@ PK_INLINE void softmax_tile(Rows& rows, int r, int64_t start, int64_t dim) {
   rows.total[r] += sum(total);
 }
 
+// scores[r][j] ·= the scale of position j, for columns from … to of the tile
+template <int R> PK_INLINE void scale_tile(Rows& rows, const float* const* scales, int from, int to) {
+  for (int column = from / 16 * 16; column < to; column += 16) {
+    v16 scale = load(scales[column / 16]);
+    for (int r = 0; r < R; ++r) store(rows.scores[r] + column, mul(load(rows.scores[r] + column), scale));
+  }
+}
+
 // Asks for the keys and values of the tile that starts at `start`: blocks lie anywhere, which no hardware foresees.
 // Worth it for few rows, where reading the cache is most of the work.
 template <class C>
@@ -161,6 +156,10 @@ PK_INLINE void prefetch_tile(const pk_step& s, const uint8_t* k_cache, const uin
     for (int64_t i = 0; i < bytes; i += 64) {
       __builtin_prefetch(k + i);
       __builtin_prefetch(v + i);
+    }
+    if constexpr (OWN_SCALES<C>) {
+      __builtin_prefetch(own_scales(const_cast<uint8_t*>(k_cache), heads, s.block_size, block, kv_head, slot));
+      __builtin_prefetch(own_scales(const_cast<uint8_t*>(v_cache), heads, s.block_size, block, kv_head, slot));
     }
   }
 }
@@ -180,16 +179,23 @@ static void walk_cache(Rows& rows, const pk_step& s, const uint8_t* k_cache, con
     int from = static_cast<int>(first > start ? first - start : 0), to = static_cast<int>(last + 1 - start < TILE ? last + 1 - start : TILE);
     if (R <= 4 && start + TILE <= last) prefetch_tile<C>(s, k_cache, v_cache, table, kv_head, heads, start + TILE, last);
     const C *keys[TILE / 16], *values[TILE / 16];
+    [[maybe_unused]] const float *k_scales[TILE / 16], *v_scales[TILE / 16];
     for (int column = from / 16 * 16; column < to; column += 16) {
       int64_t block = table[(start + column) / s.block_size], slot = (start + column) % s.block_size;
       keys[column / 16] = k_tile<C>(const_cast<uint8_t*>(k_cache), heads, s.block_size, block, kv_head, slot);
       values[column / 16] = v_row<C>(const_cast<uint8_t*>(v_cache), heads, s.block_size, block, kv_head, slot);
+      if constexpr (OWN_SCALES<C>) {
+        k_scales[column / 16] = own_scales(const_cast<uint8_t*>(k_cache), heads, s.block_size, block, kv_head, slot);
+        v_scales[column / 16] = own_scales(const_cast<uint8_t*>(v_cache), heads, s.block_size, block, kv_head, slot);
+      }
     }
     constexpr int AT_ONCE = R <= 4 ? 4 : 2;  // enough chains of multiply-adds to fill their latency
     int column = from / 16 * 16;
     for (; column + 16 * AT_ONCE <= to; column += 16 * AT_ONCE) tile_scores<C, R, AT_ONCE>(rows, keys + column / 16, heads.dim, column);
     for (; column < to; column += 16) tile_scores<C, R, 1>(rows, keys + column / 16, heads.dim, column);
+    if constexpr (OWN_SCALES<C>) scale_tile<R>(rows, k_scales, from, to);
     for (int r = 0; r < R; ++r) softmax_tile(rows, r, start, heads.dim);
+    if constexpr (OWN_SCALES<C>) scale_tile<R>(rows, v_scales, from, to);
     tile_values<C, R>(rows, values, heads.dim, from, to);
   }
 }
@@ -197,7 +203,7 @@ static void walk_cache(Rows& rows, const pk_step& s, const uint8_t* k_cache, con
 // Attention of up to ROWS query rows: tokens m … end of a sequence, heads from … to of one key/value head.
 template <class C, class Y>
 static void attention_rows(const pk_step& s, int layer, Y* y, const float* q, int64_t ld, const Heads& heads, int64_t window,
-                           int64_t sequence, int64_t kv_head, int64_t m, int64_t end, int64_t from, int64_t to) {
+                           int64_t sequence, int64_t kv_head, int64_t m, int64_t end, int64_t from, int64_t to, const float* v_scale) {
   Rows rows;
   rows.count = 0;
   rows.first[0] = rows.last[0] = 0;
@@ -225,15 +231,19 @@ static void attention_rows(const pk_step& s, int layer, Y* y, const float* q, in
   }
   for (int r = 0; r < rows.count; ++r) {
     v16 total = set1(rows.total[r]);
-    for (int64_t d = 0; d < heads.dim; d += 16)
-      store_some(out[r] + d, div(load(rows.acc[r] + d), total), heads.dim - d < 16 ? static_cast<int>(heads.dim - d) : 16);
+    for (int64_t d = 0; d < heads.dim; d += 16) {
+      v16 mean = div(load(rows.acc[r] + d), total);
+      if (v_scale) mean = mul(mean, set1(*v_scale));
+      store_some(out[r] + d, mean, heads.dim - d < 16 ? static_cast<int>(heads.dim - d) : 16);
+    }
   }
 }
 
 // y [tokens, heads.query * dim]; q as rope_and_cache left it; window < 0 sees everything before, else the last `window` positions.
-// One unit of work: some tokens of a sequence and the query heads (at most ROWS rows) that share a key/value head.
+// v_scale: of the layer's values in an e4m3 cache, a float. One unit of work: some tokens of a sequence and the query heads (at most ROWS rows) that share a key/value head.
 template <class C, class Y>
-static void attention(Thread& t, const pk_step& s, int layer, Y* y, const float* q, int64_t ld, const Heads& heads, int64_t window) {
+static void attention(Thread& t, const pk_step& s, int layer, Y* y, const float* q, int64_t ld, const Heads& heads, int64_t window,
+                      const uint8_t* v_scale = nullptr) {
   int64_t group = heads.query / heads.kv, part = group < ROWS ? group : ROWS, tokens = ROWS / part;
   int64_t parts = (group + part - 1) / part, units = 0;
   for (int64_t sequence = 0; sequence < s.sequences; ++sequence)
@@ -250,7 +260,7 @@ static void attention(Thread& t, const pk_step& s, int layer, Y* y, const float*
       int64_t m = s.seq_starts[sequence] + (unit - before) * tokens, stop = s.seq_starts[sequence + 1];
       int64_t kv_head = rest / parts, from = kv_head * group + rest % parts * part;
       attention_rows<C>(s, layer, y, q, ld, heads, window, sequence, kv_head, m, m + tokens < stop ? m + tokens : stop, from,
-                        from + part < (kv_head + 1) * group ? from + part : (kv_head + 1) * group);
+                        from + part < (kv_head + 1) * group ? from + part : (kv_head + 1) * group, reinterpret_cast<const float*>(v_scale));
     }
   });
 }

@@ -1,6 +1,7 @@
 // Row-wise kernels: embedding, norms, gated activation. Y is float, bf16 or Int8<G>; arithmetic is float.
 // Threads take rows; each row's bits depend on that row alone.
 #pragma once
+#include "e4m3.h"
 #include "int8_rows.h"
 #include "simd.h"
 #include "threads.h"
@@ -110,11 +111,51 @@ static void silu_mul(Thread& t, Y* y, const float* gate_up, int64_t rows, int64_
   });
 }
 
-// x[m, :] += bias. x [rows, width], bias [width]
-static inline void add_bias(Thread& t, float* x, const uint8_t* bias, int64_t rows, int64_t width) {
+// x[m, :] += bias. x rows are ldx floats apart; bias [width]
+static inline void add_bias(Thread& t, float* x, int64_t ldx, const uint8_t* bias, int64_t rows, int64_t width) {
   const float* b = reinterpret_cast<const float*>(bias);
   each(t, rows, [&](int64_t m) {
-    lanes(width, [&](int64_t i, int n) { store_some(x + m * width + i, add(load_some(x + m * width + i, n), load_some(b + i, n)), n); });
+    lanes(width, [&](int64_t i, int n) { store_some(x + m * ldx + i, add(load_some(x + m * ldx + i, n), load_some(b + i, n)), n); });
+  });
+}
+
+// y = x·factors; x, y [rows, width], factors [width]
+static inline void scale_rows(Thread& t, float* y, const float* x, const uint8_t* factors, int64_t rows, int64_t width) {
+  const float* f = reinterpret_cast<const float*>(factors);
+  each(t, rows, [&](int64_t m) {
+    lanes(width, [&](int64_t i, int n) { store_some(y + m * width + i, mul(load_some(x + m * width + i, n), load_some(f + i, n)), n); });
+  });
+}
+
+// y = x in bf16; x [rows, width]
+static inline void narrow_rows(Thread& t, bf16* y, const float* x, int64_t rows, int64_t width) {
+  each(t, rows, [&](int64_t m) {
+    bf16* row = y + m * row_stride(y, width);
+    lanes(width, [&](int64_t i, int n) { store_some(row + i, load_some(x + m * width + i, n), n); });
+    zero_pad(row, width);
+  });
+}
+
+// y = x·factors rounded to e4m3 in units of `scale` or, where that is null, of each row's max/448; back in floats.
+// x, y [rows, width]; factors [width] floats or null (1); scale [1] float or null
+static inline void round_e4m3_rows(Thread& t, float* y, const float* x, const uint8_t* factors, const uint8_t* scale, int64_t rows, int64_t width) {
+  const float* f = reinterpret_cast<const float*>(factors);
+  each(t, rows, [&](int64_t m) {
+    float* row = y + m * width;
+    v16 highest = zero();
+    lanes(width, [&](int64_t i, int n) {
+      v16 v = load_some(x + m * width + i, n);
+      if (f) v = mul(v, load_some(f + i, n));
+      store_some(row + i, v, n);
+      if (!scale) highest = max(highest, max(v, sub(zero(), v)));
+    });
+    float unit = scale ? *reinterpret_cast<const float*>(scale) : maximum(highest) * (1.0f / 448.0f);
+    v16 inverse = set1(unit >= SMALLEST_PEAK ? 1.0f / unit : 0.0f);
+    lanes(width, [&](int64_t i, int n) {
+      v16 v = load_some(row + i, n);
+      v16 scaled = scale ? div(v, set1(unit)) : mul(v, inverse);
+      store_some(row + i, mul(round_e4m3(scaled), set1(unit)), n);
+    });
   });
 }
 

@@ -62,3 +62,23 @@ static void quantize_row(Int8<G>* row, const float* x, int64_t width) {
     sums[g] = scales[g] * sum(total);
   }
 }
+
+// x [width] to one row by a given scale: values x/scale rounded to nearest even, saturating at -128 and 127.
+template <int G>
+static void quantize_row_static(Int8<G>* row, const float* x, int64_t width, float scale) {
+  int8_t* values = reinterpret_cast<int8_t*>(row);
+  float *scales = reinterpret_cast<float*>(values + width), *sums = scales + width / G;
+  v16 trouble = zero();
+  for (int64_t k = 0; k < width; k += 16) trouble = fma(load(x + k), zero(), trouble);
+  float poison = sum(trouble);
+  for (int64_t g = 0; g < width / G; ++g) {
+    v16 total = zero();
+    for (int k = 0; k < G; k += 16) {
+      v16 q = max(set1(-128.0f), min(set1(127.0f), round_nearest(max(set1(-1024.0f), min(set1(1024.0f), div(load(x + g * G + k), set1(scale)))))));
+      store_int8(values + g * G + k, q);
+      total = add(total, q);
+    }
+    scales[g] = scale + poison;
+    sums[g] = scales[g] * sum(total);
+  }
+}

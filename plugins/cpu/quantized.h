@@ -1,4 +1,4 @@
-// Low-bit weights: y[M, N] = x[M, K] · W with W in groups of G columns that share a float16 scale (and minimum).
+// Low-bit weights: y[M, N] = x[M, K] · W with W in groups of G columns that share a scale (and minimum): float16 or float.
 //   W: [ceil(N/32)] tiles of [K/G] groups of { [G/32] parts, scale[32], minimum[32] if MIN }.
 //   A part is 32 columns of 32 outputs, in two halves of 16 that alternate every 64 bytes: for 8-bit values
 //   [8 steps of 4 columns][2 halves][16 outputs][4], for 4-bit values [4][2][16][4] bytes whose low nibble is step 2j and
@@ -9,7 +9,8 @@
 #pragma once
 #include "elementwise.h"
 
-template <int BITS_, int GROUP_, bool MIN_> struct Quantized {
+struct half { uint16_t bits; };
+template <int BITS_, int GROUP_, bool MIN_, class SCALE = half> struct Quantized {
   static constexpr int BITS = BITS_, GROUP = GROUP_;
   static_assert((BITS == 4 || BITS == 8) && GROUP % 32 == 0, "groups are made of parts of 32 columns");
   static constexpr bool MIN = MIN_;
@@ -17,7 +18,9 @@ template <int BITS_, int GROUP_, bool MIN_> struct Quantized {
   static constexpr int LOADS = BITS == 4 ? 4 : 8;                          // of 64 bytes, for a half's part
   static constexpr int64_t PART = 128 * LOADS;                             // bytes of 32 columns × 32 outputs
   static constexpr int64_t SCALES = GROUP / 32 * PART;                     // where a group's scales start
-  static constexpr int64_t BLOCK = SCALES + (MIN ? 128 : 64);              // bytes of a group × 32 outputs
+  static constexpr int64_t FIELD = 32 * sizeof(SCALE);                     // bytes of 32 scales, or minima
+  static constexpr int64_t BLOCK = SCALES + (MIN ? 2 : 1) * FIELD;         // bytes of a group × 32 outputs
+  using Scale = SCALE;
 };
 
 #if defined(PK_AVX512)
@@ -116,16 +119,30 @@ template <int BITS> PK_INLINE i16 dot4(i16 c, u8x64 w, const int8_t* x) {
 }
 #endif
 
-// y = x as int8 rows. x [rows, width] floats
+// y = x·factors as int8 rows, by one scale for all or, where that is null, by scales of their own.
+// x [rows, width] floats; factors [width] floats or null (1); scale [1] float or null
 template <int G>
-static void quantize_rows(Thread& t, Int8<G>* y, const float* x, int64_t rows, int64_t width) {
-  each(t, rows, [&](int64_t m) { quantize_row(y + m * int8_stride<G>(width), x + m * width, width); });
+static __attribute__((noinline)) void quantize_scaled(Int8<G>* y, const float* x, const float* factors, const float* scale, int64_t width) {
+  PK_SCRATCH(row, width);
+  for (int64_t k = 0; k < width; k += 16) store(row + k, factors ? mul(load(x + k), load(factors + k)) : load(x + k));
+  if (scale) quantize_row_static(y, row, width, *scale);
+  else quantize_row(y, row, width);
+}
+template <int G>
+static void quantize_rows(Thread& t, Int8<G>* y, const float* x, const uint8_t* factors, const uint8_t* scale, int64_t rows, int64_t width) {
+  const float *f = reinterpret_cast<const float*>(factors), *s = reinterpret_cast<const float*>(scale);
+  each(t, rows, [&](int64_t m) { quantize_scaled(y + m * int8_stride<G>(width), x + m * width, f, s, width); });
 }
 
 // Scales and minima of one half's 16 outputs.
-template <class W> PK_INLINE v16 group_scale(const uint8_t* block, int half) { return load_half(block + W::SCALES + 32 * half); }
+PK_INLINE v16 load_scales(const half* p) { return load_half(reinterpret_cast<const uint8_t*>(p)); }
+PK_INLINE v16 load_scales(const float* p) { return load(p); }
+template <class W> PK_INLINE v16 group_field(const uint8_t* block, int half, int64_t field) {
+  return load_scales(reinterpret_cast<const typename W::Scale*>(block + W::SCALES + field * W::FIELD) + 16 * half);
+}
+template <class W> PK_INLINE v16 group_scale(const uint8_t* block, int half) { return group_field<W>(block, half, 0); }
 template <class W> PK_INLINE v16 group_minimum(const uint8_t* block, int half, v16 scale) {
-  return W::MIN ? load_half(block + W::SCALES + 64 + 32 * half) : mul(scale, set1(-W::OFFSET));
+  return W::MIN ? group_field<W>(block, half, 1) : mul(scale, set1(-W::OFFSET));
 }
 // Step 0 … 7 (four columns) of one half of a part.
 template <class W> PK_INLINE u8x64 part_step(const uint8_t* part, int half, int step) {
@@ -176,19 +193,26 @@ static void quantized_tile(float* y, int64_t ldy, const Int8<W::GROUP>* x, const
     for (int n = 0; n < 2; ++n) store_some(y + m * ldy + 16 * n, acc[n][m], lanes.half[n]);
 }
 
-// The 32 outputs of a tile for one float row: weights dequantized in registers, nothing rounded (the reference variant).
-template <class W>
-static void dequantized_tile(float* y, const float* x, const uint8_t* tile, int64_t K, const Lanes& lanes) {
-  v16 acc[2] = {zero(), zero()};
+// The 32 outputs of a tile for ROWS float rows: weights dequantized in registers, nothing rounded.
+template <class W, int ROWS>
+static void dequantized_tile(float* y, int64_t ldy, const float* x, const uint8_t* tile, int64_t K, const Lanes& lanes) {
+  v16 acc[2][ROWS];
+  for (int m = 0; m < ROWS; ++m) acc[0][m] = acc[1][m] = zero();
   for (int64_t g = 0; g < K / W::GROUP; ++g, tile += W::BLOCK)
     for (int n = 0; n < 2; ++n) {
       v16 scale = group_scale<W>(tile, n), minimum = group_minimum<W>(tile, n, scale);
-      for (int k = 0; k < W::GROUP; ++k) {
-        u8x64 step = part_step<W>(tile + k / 32 * W::PART, n, k % 32 / 4);
-        acc[n] = fma(fma(byte_of_lanes(step, k % 4), scale, minimum), set1(x[g * W::GROUP + k]), acc[n]);
+      for (int step = 0; step < W::GROUP / 4; ++step) {
+        u8x64 four = part_step<W>(tile + step / 8 * W::PART, n, step % 8);
+#pragma GCC unroll 4
+        for (int k = 0; k < 4; ++k) {
+          v16 w = fma(byte_of_lanes(four, k), scale, minimum);
+#pragma GCC unroll 8
+          for (int m = 0; m < ROWS; ++m) acc[n][m] = fma(w, set1(x[m * K + g * W::GROUP + 4 * step + k]), acc[n][m]);
+        }
       }
     }
-  for (int n = 0; n < 2; ++n) store_some(y + 16 * n, acc[n], lanes.half[n]);
+  for (int m = 0; m < ROWS; ++m)
+    for (int n = 0; n < 2; ++n) store_some(y + m * ldy + 16 * n, acc[n][m], lanes.half[n]);
 }
 
 // A tile for any number of int8 rows, in blocks of up to MOST that are as even as they can be.
@@ -216,20 +240,24 @@ static void quantized_rows(float* y, int64_t ldy, const Int8<W::GROUP>* x, const
   }
 }
 
-// x: int8 rows or float rows.
+// x: int8 rows or float rows. y rows are ldy floats apart.
 template <class W>
-static void quantized_linear(Thread& t, float* y, const Int8<W::GROUP>* x, const uint8_t* packed, int64_t M, int64_t N, int64_t K) {
+static void quantized_linear(Thread& t, float* y, int64_t ldy, const Int8<W::GROUP>* x, const uint8_t* packed, int64_t M, int64_t N, int64_t K) {
   parallel(t, M ? (N + 31) / 32 : 0, 1, [&](int64_t n, int64_t end) {
     for (; n < end; ++n)
-      quantized_rows<W>(y + n * 32, N, x, packed + n * (K / W::GROUP) * W::BLOCK, K, M, Lanes(N, n * 32));
+      quantized_rows<W>(y + n * 32, ldy, x, packed + n * (K / W::GROUP) * W::BLOCK, K, M, Lanes(N, n * 32));
   });
 }
 template <class W>
-static void quantized_linear(Thread& t, float* y, const float* x, const uint8_t* packed, int64_t M, int64_t N, int64_t K) {
+static void quantized_linear(Thread& t, float* y, int64_t ldy, const float* x, const uint8_t* packed, int64_t M, int64_t N, int64_t K) {
   parallel(t, M ? (N + 31) / 32 : 0, 1, [&](int64_t n, int64_t end) {
-    for (; n < end; ++n)
-      for (int64_t m = 0; m < M; ++m)
-        dequantized_tile<W>(y + m * N + n * 32, x + m * K, packed + n * (K / W::GROUP) * W::BLOCK, K, Lanes(N, n * 32));
+    for (; n < end; ++n) {
+      const uint8_t* tile = packed + n * (K / W::GROUP) * W::BLOCK;
+      Lanes lanes(N, n * 32);
+      int64_t m = 0;
+      for (; m + 4 <= M; m += 4) dequantized_tile<W, 4>(y + m * ldy + n * 32, ldy, x + m * K, tile, K, lanes);
+      for (; m < M; ++m) dequantized_tile<W, 1>(y + m * ldy + n * 32, ldy, x + m * K, tile, K, lanes);
+    }
   });
 }
 

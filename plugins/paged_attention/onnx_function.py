@@ -12,7 +12,7 @@ import numpy as np
 import onnx_ir as ir
 
 from plankiln.plugins.onnx_body import Body
-from plankiln.plugins.paged_attention.schema import OP_TYPE, ROTARY_OVERLOAD, input_names
+from plankiln.plugins.paged_attention import schema
 
 _LOWEST = float(np.finfo(np.float32).min)
 
@@ -30,6 +30,14 @@ class _Sizes:
 
 
 @dataclass(frozen=True)
+class _Stored:
+    """A cache after the write: its values and, where it has them, scales: a scalar, or [N, block_size, KV]."""
+
+    values: ir.Value
+    scale: ir.Value | None = None
+
+
+@dataclass(frozen=True)
 class _Rows:
     """Per packed row: whether it is not padding, its sequence, its cache position. Per sequence: its length."""
 
@@ -39,9 +47,17 @@ class _Rows:
     lengths: ir.Value
 
 
-def paged_attention_function(*, do_rotary: bool) -> ir.Function:
-    """The body for nodes with do_rotary = 0 (overload "") or 1 (overload "rotary")."""
-    body = Body(OP_TYPE, input_names(do_rotary=do_rotary), overload=ROTARY_OVERLOAD if do_rotary else "")
+def storage_of(cache: ir.DataType | None) -> schema.Storage:
+    """How a cache of this element type stores numbers."""
+    if cache == ir.DataType.INT8:
+        return "int8"
+    return "fp8" if cache == ir.DataType.FLOAT8E4M3FN else "float"
+
+
+def paged_attention_function(*, do_rotary: bool, storage: schema.Storage) -> ir.Function:
+    """The body for nodes with this do_rotary and a cache of this kind; schema.overload names it."""
+    names = [operand.name for operand in schema.inputs(do_rotary=do_rotary, storage=storage)]
+    body = Body(schema.OP_TYPE, names, overload=schema.overload(do_rotary=do_rotary, storage=storage))
     for name in ("num_heads", "kv_num_heads", "do_rotary", "rotary_interleaved"):
         body.declare(name, ir.AttributeType.INT)
     sizes = _sizes(body)
@@ -52,10 +68,15 @@ def paged_attention_function(*, do_rotary: bool) -> ir.Function:
         query, key = _rotate(body, query), _rotate(body, key)
     rows = _place_rows(body, sizes)
     slots = _slots(body, sizes, rows)
-    k_out = _write(body, body.inputs["k_cache"], key, rows, slots)
-    v_out = _write(body, body.inputs["v_cache"], value, rows, slots)
-    attn = _attend(body, sizes, rows, query, k_out, v_out)
-    return body.function(attn=attn, k_cache_out=k_out, v_cache_out=v_out)
+    keys = _write(body, "k", key, rows, slots, storage)
+    values = _write(body, "v", value, rows, slots, storage)
+    attn = _attend(body, sizes, rows, query, keys, values)
+    made = {"attn": attn, "k_cache_out": keys.values, "v_cache_out": values.values}
+    if storage == "int8":
+        assert keys.scale is not None
+        assert values.scale is not None
+        made |= {"k_scale_cache_out": keys.scale, "v_scale_cache_out": values.scale}
+    return body.function(**made)
 
 
 def _sizes(body: Body) -> _Sizes:
@@ -138,12 +159,32 @@ def _slots(body: Body, sizes: _Sizes, rows: _Rows) -> ir.Value:
     return body.op("Concat", _column(body, block), _column(body, slot), axis=1)
 
 
-def _write(body: Body, cache: ir.Value, heads: ir.Value, rows: _Rows, slots: ir.Value) -> ir.Value:
-    live = body.op("Compress", heads, rows.live, axis=0)
-    return body.op("ScatterND", cache, slots, body.op("CastLike", live, cache))
+def _write(body: Body, which: str, heads: ir.Value, rows: _Rows, slots: ir.Value, storage: schema.Storage) -> _Stored:
+    """The cache `which` ("k" or "v") with the live rows' heads in their slots."""
+    cache, live = body.inputs[f"{which}_cache"], body.op("Compress", heads, rows.live, axis=0)
+    if storage == "float":
+        return _Stored(body.op("ScatterND", cache, slots, body.op("CastLike", live, cache)))
+    if storage == "fp8":  # ScatterND on float8 is not in ONNX Runtime; going through float32 changes no value
+        scale = body.inputs[f"{which}_scale"]
+        rounded = _float(body, body.op("Cast", body.op("Div", live, scale), to=ir.DataType.FLOAT8E4M3FN))
+        written = body.op("ScatterND", _float(body, cache), slots, rounded)
+        return _Stored(body.op("Cast", written, to=ir.DataType.FLOAT8E4M3FN), scale)
+    peak = body.op("ReduceMax", body.op("Abs", live), body.ints(-1), keepdims=1)
+    tiny = body.op("Less", peak, body.scalar(1e-30))
+    inverse = body.op("Where", tiny, body.scalar(0.0), body.op("Div", body.scalar(127.0), peak))
+    rounded = body.op("Cast", body.op("Round", body.op("Mul", live, inverse)), to=ir.DataType.INT8)
+    scales = body.op("Squeeze", body.op("Mul", peak, body.scalar(1.0 / 127.0)), body.ints(-1))
+    return _Stored(
+        body.op("ScatterND", cache, slots, rounded),
+        body.op("ScatterND", body.inputs[f"{which}_scale_cache"], slots, scales),
+    )
 
 
-def _attend(body: Body, sizes: _Sizes, rows: _Rows, query: ir.Value, k_cache: ir.Value, v_cache: ir.Value) -> ir.Value:
+def _float(body: Body, value: ir.Value) -> ir.Value:
+    return body.op("Cast", value, to=ir.DataType.FLOAT)
+
+
+def _attend(body: Body, sizes: _Sizes, rows: _Rows, query: ir.Value, keys: _Stored, values: _Stored) -> ir.Value:
     block_starts = body.op("Mul", _range(body, sizes.table_width), sizes.block_size)
     needed = body.op("Less", _row(body, block_starts), _column(body, rows.lengths))
     table = body.op("Where", needed, _int64(body, body.inputs["block_table"]), body.scalar(0))
@@ -151,25 +192,31 @@ def _attend(body: Body, sizes: _Sizes, rows: _Rows, query: ir.Value, k_cache: ir
     slot_position = _range(body, per_sequence)
     used = body.op("Less", _row(body, slot_position), _column(body, rows.lengths))  # [S, B*block_size]
 
-    def gathered(cache: ir.Value) -> ir.Value:
+    def gathered(cache: _Stored) -> ir.Value:
         """[KV, L, D] float32; slots never written hold anything, even NaN, and become zero"""
-        flat = _shaped(body, body.op("Gather", cache, table), body.ints(-1), sizes.kv_heads, sizes.head_dim)
+        blocks = body.op("Gather", _float(body, cache.values), table)
+        flat = _shaped(body, blocks, body.ints(-1), sizes.kv_heads, sizes.head_dim)
+        if cache.scale is not None and "k_scale_cache" in body.inputs:
+            scales = _shaped(body, body.op("Gather", cache.scale, table), body.ints(-1), sizes.kv_heads, body.ints(1))
+            flat = body.op("Mul", flat, scales)
+        elif cache.scale is not None:
+            flat = body.op("Mul", flat, cache.scale)
         keep = body.op("Reshape", used, body.ints(-1, 1, 1))
-        clean = body.op("Where", keep, body.op("Cast", flat, to=ir.DataType.FLOAT), body.scalar(0.0))
+        clean = body.op("Where", keep, flat, body.scalar(0.0))
         return body.op("Transpose", clean, perm=[1, 0, 2])
 
     grouped = _shaped(body, query, sizes.rows, sizes.kv_heads, sizes.group, sizes.head_dim)
     by_kv_head = _shaped(
         body, body.op("Transpose", grouped, perm=[1, 2, 0, 3]), sizes.kv_heads, body.ints(-1), sizes.head_dim
     )
-    keys = body.op("Transpose", gathered(k_cache), perm=[0, 2, 1])
-    scores = _capped(body, body.op("Mul", body.op("MatMul", by_kv_head, keys), _float_attribute(body, "scale")))
+    turned = body.op("Transpose", gathered(keys), perm=[0, 2, 1])
+    scores = _capped(body, body.op("Mul", body.op("MatMul", by_kv_head, turned), _float_attribute(body, "scale")))
     by_row = _shaped(body, scores, sizes.kv_heads, sizes.group, sizes.rows, body.ints(-1))  # [KV, H/KV, T, L]
     visible = _visible(body, sizes, rows, slot_position)
     weights = body.op("Softmax", body.op("Where", visible, by_row, body.scalar(_LOWEST)), axis=-1)
     flat = body.op("Reshape", weights, body.op("Concat", sizes.kv_heads, body.ints(-1), _last(body, weights), axis=0))
     mixed = _shaped(
-        body, body.op("MatMul", flat, gathered(v_cache)), sizes.kv_heads, sizes.group, sizes.rows, sizes.head_dim
+        body, body.op("MatMul", flat, gathered(values)), sizes.kv_heads, sizes.group, sizes.rows, sizes.head_dim
     )
     packed = _shaped(body, body.op("Transpose", mixed, perm=[2, 0, 1, 3]), sizes.rows, body.ints(-1))
     return body.op("Where", _column(body, rows.live), packed, body.scalar(0.0))

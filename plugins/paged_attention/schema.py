@@ -5,6 +5,12 @@ tokens, B logical blocks a sequence, P positions of the RoPE table. Sequence s o
 seq_starts[s+1]-1; its row r stands at cache position context_lens[s] + r - seq_starts[s]. Rows from seq_starts[S] on
 are padding: they write nothing and their output is zero. Each row's key and value are rounded to the cache's type and
 written to the cache first; attention then reads keys and values from the cache only.
+
+How a number x lies in the cache ("storage"):
+float  float32 or bfloat16: x, rounded to nearest.
+fp8    float8e4m3fn: e4m3(x / k_scale), saturating at ±448, stands for that times k_scale; v_scale likewise.
+int8   round-to-nearest-even(x * 127 / peak) with peak = max|x| of the token's head; it stands for that times
+       peak / 127, which is in k_scale_cache. Where peak < 1e-30 the values are zero. v_scale_cache likewise.
 """
 
 from __future__ import annotations
@@ -13,17 +19,17 @@ from dataclasses import asdict, dataclass
 from typing import Literal
 
 OP_TYPE = "PagedAttention"
-ROTARY_OVERLOAD = "rotary"
+Storage = Literal["float", "fp8", "int8"]
 
 
 @dataclass(frozen=True)
 class Operand:
-    """An input or output: symbolic shape, element type ("kv" is the cache's: float32 or bfloat16)."""
+    """An input or output: symbolic shape, element type ("kv" is the cache's). only: the kind of node that has it."""
 
     name: str
     type: Literal["float32", "int32", "kv"]
     shape: tuple[str, ...]
-    rotary_only: bool = False
+    only: Literal["rotary", "fp8", "int8"] | None = None
 
 
 INPUTS: tuple[Operand, ...] = (
@@ -35,14 +41,20 @@ INPUTS: tuple[Operand, ...] = (
     Operand("seq_starts", "int32", ("S+1",)),
     Operand("context_lens", "int32", ("S",)),
     Operand("block_table", "int32", ("S", "B")),
-    Operand("cos_cache", "float32", ("P", "D/2"), rotary_only=True),
-    Operand("sin_cache", "float32", ("P", "D/2"), rotary_only=True),
-    Operand("positions", "int32", ("T",), rotary_only=True),
+    Operand("k_scale", "float32", (), "fp8"),
+    Operand("v_scale", "float32", (), "fp8"),
+    Operand("k_scale_cache", "float32", ("N", "block_size", "KV"), "int8"),
+    Operand("v_scale_cache", "float32", ("N", "block_size", "KV"), "int8"),
+    Operand("cos_cache", "float32", ("P", "D/2"), "rotary"),
+    Operand("sin_cache", "float32", ("P", "D/2"), "rotary"),
+    Operand("positions", "int32", ("T",), "rotary"),
 )
 OUTPUTS: tuple[Operand, ...] = (
     Operand("attn", "float32", ("T", "H*D")),
     Operand("k_cache_out", "kv", ("N", "block_size", "KV", "D")),
     Operand("v_cache_out", "kv", ("N", "block_size", "KV", "D")),
+    Operand("k_scale_cache_out", "float32", ("N", "block_size", "KV"), "int8"),
+    Operand("v_scale_cache_out", "float32", ("N", "block_size", "KV"), "int8"),
 )
 
 
@@ -75,12 +87,17 @@ class Attributes:
         """Attribute name → value, as an ONNX node carries them."""
         return asdict(self)
 
-    @property
-    def overload(self) -> str:
-        """Which of the two ONNX function bodies stands for a node with these attributes."""
-        return ROTARY_OVERLOAD if self.do_rotary else ""
+
+def overload(*, do_rotary: bool, storage: Storage) -> str:
+    """Which of the ONNX function bodies stands for such a node."""
+    return "_".join((["rotary"] if do_rotary else []) + ([] if storage == "float" else [storage]))
 
 
-def input_names(*, do_rotary: bool) -> list[str]:
-    """The node's inputs in order."""
-    return [operand.name for operand in INPUTS if do_rotary or not operand.rotary_only]
+def inputs(*, do_rotary: bool, storage: Storage) -> list[Operand]:
+    """Such a node's inputs in order."""
+    return [operand for operand in INPUTS if operand.only in (None, storage, "rotary" if do_rotary else None)]
+
+
+def outputs(storage: Storage) -> list[Operand]:
+    """Such a node's outputs in order."""
+    return [operand for operand in OUTPUTS if operand.only in (None, storage)]

@@ -1,0 +1,62 @@
+"""Our formats as nvidia-modelopt's configurations."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
+from typing import Any
+
+from plankiln.errors import Problem, RecipeError
+from plankiln.recipe import Quantize
+from plankiln.target import did_you_mean
+
+PRESETS = {
+    "fp8": "FP8_DEFAULT_CFG",
+    "fp8_per_token": "FP8_PER_CHANNEL_PER_TOKEN_CFG",
+    "int8_smoothquant": "INT8_SMOOTHQUANT_CFG",
+    "int4_awq": "INT4_AWQ_CFG",
+    "w4a8_awq": "W4A8_AWQ_BETA_CFG",
+    "nvfp4": "NVFP4_DEFAULT_CFG",
+}
+DEFAULT_ALPHA = 0.5
+_KV = {"quantizer_name": "*[kv]_bmm_quantizer", "cfg": {"num_bits": (4, 3), "axis": None}, "enable": True}
+
+
+def preset(quantize: Quantize, weight_only: Sequence[str]) -> dict[str, Any]:
+    """The configuration for `mtq.quantize`. weight_only: modules whose inputs are not rounded."""
+    import modelopt.torch.quantization as mtq
+
+    name = PRESETS.get(quantize.weights)
+    nothing = {"quant_cfg": [{"quantizer_name": "*", "enable": False}], "algorithm": "max"}
+    config: dict[str, Any] = copy.deepcopy(getattr(mtq, name)) if name else nothing
+    entries: list[dict[str, Any]] = config["quant_cfg"]
+    if quantize.group_size is not None and quantize.weights in ("int4_awq", "w4a8_awq"):
+        for entry in entries:
+            cfg = entry.get("cfg") or {}
+            for part in cfg if isinstance(cfg, list) else [cfg]:
+                if "block_sizes" in part:
+                    part["block_sizes"] = {-1: quantize.group_size, "type": "static"}
+    if quantize.weights == "int8_smoothquant":
+        alpha = DEFAULT_ALPHA if quantize.alpha is None else quantize.alpha
+        config["algorithm"] = {"method": "smoothquant", "alpha": alpha}
+    entries += [{"quantizer_name": f"{module}.input_quantizer", "enable": False} for module in weight_only]
+    entries += [{"quantizer_name": f"{pattern}.*_quantizer", "enable": False} for pattern in quantize.exclude or ()]
+    if quantize.kv_cache == "fp8":
+        entries.append(dict(_KV))
+    if quantize.layerwise:
+        method = config["algorithm"]
+        settings = method if isinstance(method, dict) else {"method": method}
+        config["algorithm"] = {**settings, "layerwise": {"enable": True}}
+    return config
+
+
+def check_exclude(patterns: Sequence[str], modules: Sequence[str]) -> None:
+    """Raises RecipeError for each pattern that names none of the modules."""
+    problems = [
+        Problem(f"`{pattern}` matches no module", "`quantize.exclude`", did_you_mean(pattern, modules))
+        for pattern in patterns
+        if not any(fnmatchcase(module, pattern) for module in modules)
+    ]
+    if problems:
+        raise RecipeError(problems)

@@ -1,0 +1,117 @@
+"""Checkpoints that modelopt exported: read, exported to ONNX, compiled, and compared with modelopt's arithmetic."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+from graphs import PagedRunner
+from plans import VARIANTS, fused_graph, packed_step, plan
+from program_reference import ReferencePlan
+from quantized_checkpoints import fake_quant_logits, write_quantized_hf
+
+from plankiln.checkpoint import open_checkpoint
+from plankiln.compiler.export import save_onnx
+from plankiln.compiler.passes.fold_prescale import explicit_prescales
+from plankiln.compiler.precision import Precision
+
+RUNNABLE = ("fp8", "fp8_per_token", "int8_smoothquant", "int4_awq", "w4a8_awq", "mixed")
+DECLARED = Precision("keep", activations="declared")
+TOKENS = 37
+SEED = int(os.environ.get("PLANKILN_SEED", "0"))
+
+
+@pytest.fixture(scope="module")
+def quantized(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("quantized")
+    return {name: write_quantized_hf(root / name, name) for name in (*RUNNABLE, "nvfp4")}
+
+
+@pytest.mark.parametrize("algorithm", [*RUNNABLE, "nvfp4"])
+def test_every_linear_is_recognised(quantized: dict[str, Path], algorithm: str) -> None:
+    with open_checkpoint(str(quantized[algorithm]), base=Path()) as checkpoint:
+        assert checkpoint.quantization is not None
+        modules = checkpoint.quantization.modules
+        assert len(modules) == 2 * 7
+        kinds = {linear.algorithm for linear in modules.values()}
+        assert kinds == ({"fp8", "int4_awq"} if algorithm == "mixed" else {algorithm})
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("algorithm", RUNNABLE)
+def test_the_reference_plan_computes_what_modelopt_does(
+    quantized: dict[str, Path], tmp_path: Path, algorithm: str, variant: str
+) -> None:
+    """Weights and roundings are the same numbers, and so float32 sums in another order are all that differs: 1e-5 of
+    the logits. Now and then that moves an activation over a rounding boundary, by one step (1/16 of it in e4m3, 1/254
+    of the largest in int8), and the prompt's logits with it; that happens to few of many short prompts."""
+    program, engine = plan(quantized[algorithm], tmp_path / "plan", weights=DECLARED, target=variant)
+    ids = np.random.default_rng(SEED).integers(0, program.vocab, (16, 3))
+    engine.allocate_kv(16)
+    got = engine.execute(packed_step(ids[:16].tolist()[:8], [0] * 8, [[i] for i in range(8)])).copy()
+    got = np.concatenate([got, engine.execute(packed_step(ids.tolist()[8:], [0] * 8, [[i] for i in range(8)]))])
+    want = fake_quant_logits(quantized[algorithm], ids).reshape(got.shape)
+    errors = (np.abs(got - want).reshape(16, -1).max(-1)) / np.abs(want).max()
+    assert np.median(errors) <= 1e-5
+    assert errors.max() <= 0.1
+
+
+@pytest.mark.parametrize("algorithm", RUNNABLE)
+def test_chunks_and_twin_agree_where_activations_are_rounded(
+    quantized: dict[str, Path], tmp_path: Path, algorithm: str
+) -> None:
+    """The fast plan and its numpy twin, and a prompt in one piece and in two: the same bits."""
+    program, engine = plan(quantized[algorithm], tmp_path / "plan", weights=Precision("keep"))
+    ids = np.random.default_rng(SEED).integers(0, program.vocab, TOKENS).tolist()
+    engine.allocate_kv(3)
+    whole = engine.execute(packed_step([ids], [0], [[2, 0, 1]])).copy()
+    first = engine.execute(packed_step([ids[:19]], [0], [[0, 1, 2]])).copy()
+    second = engine.execute(packed_step([ids[19:]], [19], [[0, 1, 2]])).copy()
+    assert np.array_equal(whole, np.concatenate([first, second]))
+    twin = ReferencePlan(program, 3, 16).execute(packed_step([ids], [0], [[2, 0, 1]]))
+    assert np.median(np.abs(whole - twin)) <= 1e-2 * np.abs(twin).max()
+
+
+@pytest.mark.parametrize("algorithm", RUNNABLE)
+def test_the_graph_runs_elsewhere_and_holds_low_bits_only(
+    quantized: dict[str, Path], tmp_path: Path, algorithm: str
+) -> None:
+    """onnx.checker passes, ONNX Runtime computes the plan's logits, and no quantized matrix is left in floats."""
+    model = fused_graph(quantized[algorithm], DECLARED, "fp32", 64)
+    save_onnx(model, tmp_path / "model.onnx")
+    onnx.checker.check_model(tmp_path / "model.onnx")
+    big = [
+        i for i in onnx.load(tmp_path / "model.onnx", load_external_data=False).graph.initializer if len(i.dims) == 2
+    ]
+    floats = {i.name for i in big if i.data_type in (onnx.TensorProto.FLOAT, onnx.TensorProto.BFLOAT16)}
+    assert {name for name in floats if "scale" not in name} <= {
+        *("model.embed_tokens.weight", "lm_head.weight", "cos_cache", "sin_cache")
+    }
+    program, engine = plan(quantized[algorithm], tmp_path / "plan", weights=DECLARED)
+    ids = np.random.default_rng(SEED).integers(0, program.vocab, 11).tolist()
+    engine.allocate_kv(1)
+    got = engine.execute(packed_step([ids], [0], [[0]]))
+    want = PagedRunner(model, 2).step({"a": ids})
+    error = np.abs(got - want) / np.abs(want).max()
+    assert np.median(error) <= 1e-3
+    assert error.max() <= 0.1
+
+
+def test_pre_scales_are_folded_into_norms_and_others_stay(quantized: dict[str, Path]) -> None:
+    model = fused_graph(quantized["int8_smoothquant"], DECLARED, "fp32", 64)
+    assert explicit_prescales(model) == [
+        f"model.layers.{layer}.{name}" for layer in (0, 1) for name in ("self_attn.o_proj", "mlp.down_proj")
+    ]
+
+
+def test_a_quantized_checkpoint_dequantizes_exactly(quantized: dict[str, Path], tmp_path: Path) -> None:
+    """weights: fp32 of a quantized source is its dequantization, which the gate compares with."""
+    _, engine = plan(quantized["int4_awq"], tmp_path / "plan", weights="fp32")
+    ids = np.random.default_rng(SEED).integers(0, 96, (1, TOKENS))
+    engine.allocate_kv(3)
+    got = engine.execute(packed_step(ids.tolist(), [0], [[0, 1, 2]]))
+    want = fake_quant_logits(quantized["int4_awq"], ids)[0]
+    assert np.abs(got - want).max() <= 2e-5 * np.abs(want).max()

@@ -1,0 +1,1 @@
+../../plankiln/quality_commands.py
