@@ -72,7 +72,7 @@ def add_functions(model: ir.Model) -> None:
 
 def constant(graph: ir.Graph, name: str, values: Floats) -> ir.Value:
     """A float32 initializer."""
-    tensor = ir.tensor(np.ascontiguousarray(values, np.float32), name=name)
+    tensor = ir.tensor(np.asarray(values, np.float32, order="C"), name=name)
     made = ir.Value(name=name, type=ir.TensorType(g.FLOAT), shape=ir.Shape(values.shape), const_value=tensor)
     graph.register_initializer(made)
     return made

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -101,15 +103,35 @@ def fake_quant_logits(path: Path, ids: NDArray[np.int64]) -> NDArray[np.float32]
     for name, module in model.named_modules():
         if f"{name}.weight_scale" in tensors:
             hooks[name] = module.register_forward_pre_hook(_input_hook(name, tensors, quantization, quantizer))
-        for kind in ("k", "v"):
-            scale = tensors.get(f"{name}.{kind}_scale")
-            if scale is not None:
-                assert kind == "v", "keys are quantized after their rotation"
-                rounding = quantizer(scale * 448)
-                module.register_forward_hook(lambda _m, _i, out, q=rounding: q(out))
-    with torch.inference_mode():
+        if (scale := tensors.get(f"{name}.v_scale")) is not None:
+            rounding = quantizer(scale * 448)
+            module.register_forward_hook(lambda _m, _i, out, q=rounding: q(out))
+    keys = [quantizer(tensors[name] * 448) for name in sorted(tensors, key=_layer) if name.endswith(".k_scale")]
+    with torch.inference_mode(), _rotated_keys(keys):
         logits: NDArray[np.float32] = model(torch.from_numpy(ids)).logits.numpy()
     return logits
+
+
+def _layer(name: str) -> int:
+    return next((int(part) for part in name.split(".") if part.isdigit()), -1)
+
+
+@contextlib.contextmanager
+def _rotated_keys(quantizers: list[Any]) -> Iterator[None]:
+    """Each layer's keys go through its quantizer after their rotation, as modelopt's own attention has it."""
+    from transformers.models.llama import modeling_llama
+
+    rotate, left = modeling_llama.apply_rotary_pos_emb, iter(quantizers)
+
+    def rotated(*args: Any, **kwargs: Any) -> Any:
+        q, k = rotate(*args, **kwargs)
+        return q, next(left)(k)
+
+    modeling_llama.apply_rotary_pos_emb = rotated if quantizers else rotate
+    try:
+        yield
+    finally:
+        modeling_llama.apply_rotary_pos_emb = rotate
 
 
 def _dequantized(module: str, tensors: dict[str, Any]) -> Any:

@@ -59,6 +59,26 @@ def test_the_reference_plan_computes_what_modelopt_does(
     assert errors.max() <= 0.1
 
 
+def test_an_fp8_cache_holds_what_modelopt_rounds(tmp_path: Path) -> None:
+    source = write_quantized_hf(tmp_path / "source", "fp8", kv_fp8=True)
+    program, engine = plan(source, tmp_path / "plan", weights=DECLARED, kv="fp8")
+    ids = np.random.default_rng(SEED).integers(0, program.vocab, (8, 7))
+    engine.allocate_kv(8)
+    got = engine.execute(packed_step(ids.tolist(), [0] * 8, [[i] for i in range(8)]))
+    want = fake_quant_logits(source, ids).reshape(got.shape)
+    errors = np.abs(got - want).reshape(8, -1).max(-1) / np.abs(want).max()
+    assert np.median(errors) <= 2e-2  # 56 keys and values a layer of 64 numbers each: some lie at an edge
+    assert np.quantile(np.abs(got - want) / np.abs(want).max(), 0.5) <= 2e-3
+
+
+def test_linears_that_read_the_same_numbers_are_one(quantized: dict[str, Path]) -> None:
+    """q, k and v of one rounded input: one rounding and one matrix, whatever the scales of its rows."""
+    model = fused_graph(quantized["fp8"], Precision("keep"), "fp32", 64)
+    kinds = [node.op_type for node in model.graph if "layers.0." in str(node.outputs[0].name)]
+    assert kinds.count("QuantizeLinear") == 4
+    assert kinds.count("MatMul") == 4
+
+
 @pytest.mark.parametrize("algorithm", RUNNABLE)
 def test_chunks_and_twin_agree_where_activations_are_rounded(
     quantized: dict[str, Path], tmp_path: Path, algorithm: str

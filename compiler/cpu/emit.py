@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import groupby, pairwise
 
 from plankiln.compiler.cpu.memory import Arena
@@ -108,6 +108,7 @@ class _Emitter:
         step = f"(l - {first})" if first else "l"
         if stride is not None:
             lines.append(f"    const uint8_t* layer = w + {base} + {step} * int64_t({stride});")
+        tables: dict[str, str] = {}
         for i, call in enumerate(run[0]):
             weights = []
             for j, weight in enumerate(call.weights):
@@ -117,8 +118,11 @@ class _Emitter:
                 elif stride is not None:
                     weights.append(f"layer + {self.constant(weight, places[0] - base, first)}")
                 else:
-                    table = f"{_weight_name(weight, first)}_AT"
-                    lines.append(f"    static constexpr int64_t {table}[] = {{{', '.join(map(str, places))}}};")
+                    content = ", ".join(map(str, places))
+                    table = _free_name(tables, f"{_weight_name(weight, first)}_AT", content)
+                    if table not in tables:
+                        tables[table] = content
+                        lines.append(f"    static constexpr int64_t {table}[] = {{{content}}};")
                     weights.append(f"w + {table}[{step}]")
             lines.append(f"    {self.text(call, weights, 'l')}")
         return [*lines, "  }"]
@@ -139,11 +143,8 @@ class _Emitter:
 
     def constant(self, weight: Weight, value: int, layer: int | None = None) -> str:
         """A named offset; a name already taken with another value gets a number."""
-        name = base = _weight_name(weight, layer)
-        number = 2
-        while self.constants.setdefault(name, str(value)) != str(value):
-            name = f"{base}_{number}"
-            number += 1
+        name = _free_name(self.constants, _weight_name(weight, layer), str(value))
+        self.constants[name] = str(value)
         return name
 
     def text(self, call: Call, weights: list[str], layer: str | None) -> str:
@@ -242,6 +243,12 @@ def _kernel(name: str, weight: Weight) -> str:
 
 def _float(value: int | float) -> str:
     return f"{float(value)!r}f"
+
+
+def _free_name(taken: Mapping[str, str], name: str, value: str) -> str:
+    """The name, with a number where it is taken for another value."""
+    numbered = (name, *(f"{name}_{number}" for number in range(2, len(taken) + 3)))
+    return next(free for free in numbered if taken.get(free, value) == value)
 
 
 def _weight_name(weight: Weight, layer: int | None) -> str:

@@ -108,8 +108,11 @@ class Program:
 
     @property
     def weights(self) -> tuple[Weight, ...]:
-        """Distinct weights: those that several calls share, then the others in order of use, so layers lie evenly."""
-        uses = Counter(weight for call in self.calls for weight in call.weights)
+        """Distinct weights: those that several layers share, then the others in order of use, so layers lie evenly.
+
+        Attention reads again what its own layer's cache was written with.
+        """
+        uses = Counter(weight for call in self.calls if call.kernel != "attention" for weight in call.weights)
         return tuple(sorted(uses, key=lambda weight: uses[weight] == 1))
 
     @property
