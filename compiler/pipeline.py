@@ -196,7 +196,9 @@ class _TargetBuild:
         with ExitStack() as stack:
             spec = self.model.spec()
             quantize = with_group(spec, self.resolved.quantize, self.resolved.engine.tensor_parallel)
-            prepared = prepare(self.model.checkpoint, quantize, self._run, stack, self.clock.progress)
+            prepared = prepare(
+                self.model.checkpoint, quantize, self.resolved.target, self._run, stack, self.clock.progress
+            )
             if prepared.checkpoint is not self.model.checkpoint:
                 prepared.checkpoint.validate(spec.expected_tensors())
             return self._make_from(prepared, compiler)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 from pydantic import JsonValue
 
@@ -15,8 +16,10 @@ from plankiln.compiler.precision import Precision, WeightChoice
 from plankiln.compiler.stages import formats_stage, quantize_stage
 from plankiln.compiler.store import Entry, Stage
 from plankiln.errors import BuildError
+from plankiln.host import store_directory
 from plankiln.manifest import QuantizationRecord
 from plankiln.recipe import CALIBRATED, Quantize
+from plankiln.target import Target
 
 Run = Callable[[Stage, Callable[[Path], dict[str, JsonValue]]], Entry]
 Progress = Callable[[str, int, int], None]
@@ -36,7 +39,9 @@ class Prepared:
     keys: tuple[str, ...]
 
 
-def prepare(source: Checkpoint, quantize: Quantize, run: Run, stack: ExitStack, progress: Progress) -> Prepared:
+def prepare(
+    source: Checkpoint, quantize: Quantize, target: Target, run: Run, stack: ExitStack, progress: Progress
+) -> Prepared:
     """Calibrate, or choose formats, where the recipe asks for it; each a stage that `run` finds or makes.
 
     quantize: with a group size that is a number. What is opened is closed by `stack`. Raises what the stages raise,
@@ -52,8 +57,13 @@ def prepare(source: Checkpoint, quantize: Quantize, run: Run, stack: ExitStack, 
         bool(quantize.clip) and quantize.weights == "int4_rtn",
     )
     if quantize.is_calibrated:
-        calibrate, stage = _calibration(source, quantize)
-        entry = run(stage, lambda made: calibrate(source, quantize, made, progress))
+        mirrored = target.kind == "cpu"  # TensorRT's scales are positive
+        calibrate, stage = _calibration(source, quantize, mirrored)
+        resume = store_directory() / "layerwise" / stage.key if quantize.layerwise else None
+        how: dict[str, Any] = {"mirrored": mirrored, "resume": resume}
+        entry = run(stage, lambda made: calibrate(source, quantize, made, progress, **how))
+        if resume:
+            shutil.rmtree(resume, ignore_errors=True)
         checkpoint = stack.enter_context(open_checkpoint(str(entry.path), base=Path()))
         return Prepared(checkpoint, plain, _record(quantize, entry), dict(entry.record.result), (stage.key,))
     if quantize.weights == "auto":
@@ -65,11 +75,13 @@ def prepare(source: Checkpoint, quantize: Quantize, run: Run, stack: ExitStack, 
     return Prepared(source, plain, None, {}, ())
 
 
-def _calibration(source: Checkpoint, quantize: Quantize) -> tuple[Callable[..., dict[str, JsonValue]], Stage]:
+def _calibration(
+    source: Checkpoint, quantize: Quantize, mirrored: bool
+) -> tuple[Callable[..., dict[str, JsonValue]], Stage]:
     try:
         from plankiln.quantize.calibrate import calibrate, calibration_key
 
-        return calibrate, quantize_stage(source.digest, quantize, calibration_key(quantize))
+        return calibrate, quantize_stage(source.digest, quantize, calibration_key(quantize, mirrored))
     except ModuleNotFoundError as error:
         raise _not_installed(quantize, error) from None
 

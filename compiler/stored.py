@@ -9,7 +9,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from plankiln.checkpoint import LinearQuantization, unpack_int4
+from plankiln.errors import ExportError
 from plankiln.quantize.formats import E4M3, BlockFormat, Blocks, Floats, Fp8Format, Fp8Weight, round_e4m3
+from plankiln.quantize.nvfp4 import Nvfp4Weight
 
 if TYPE_CHECKING:
     from plankiln.compiler.weights import WeightSource
@@ -38,7 +40,7 @@ def quantization_of(checkpoint: WeightSource, tensor: str) -> LinearQuantization
 
 def stored_format(checkpoint: WeightSource, tensor: str) -> BlockFormat | Fp8Format | None:
     """The format of a quantized matrix. w4a8's weights are e4m3: its int4 values are rounded to that before they meet
-    e4m3 activations."""
+    e4m3 activations. Raises ExportError for nvfp4, which has no kernel."""
     linear = quantization_of(checkpoint, tensor)
     if linear is None:
         return None
@@ -46,6 +48,9 @@ def stored_format(checkpoint: WeightSource, tensor: str) -> BlockFormat | Fp8For
         return Fp8Format()
     if linear.algorithm in ("int8", "int8_smoothquant"):
         return BlockFormat(8, stored_shape(checkpoint, tensor)[1], scales="float32")
+    if linear.algorithm == "nvfp4":
+        hint = "`weights: bf16` dequantizes it; GPU targets that have NVFP4 take it as it is"
+        raise ExportError(f"`{tensor}` is NVFP4, which no CPU kernel multiplies", str(checkpoint.origin), hint)
     assert linear.algorithm == "int4_awq"
     assert linear.group is not None
     scale = _scale(checkpoint, tensor)
@@ -54,9 +59,11 @@ def stored_format(checkpoint: WeightSource, tensor: str) -> BlockFormat | Fp8For
 
 
 def stored_shape(checkpoint: WeightSource, tensor: str) -> tuple[int, int]:
-    """[N, K] of a matrix: int4 is stored with two rows to a byte."""
+    """[N, K] of a matrix: a byte holds two rows of int4, two columns of nvfp4."""
     n, k = checkpoint.tensors[tensor].shape
     linear = quantization_of(checkpoint, tensor)
+    if linear is not None and linear.algorithm == "nvfp4":
+        return n, 2 * k
     return (2 * n, k) if linear is not None and linear.algorithm in ("int4_awq", "w4a8_awq") else (n, k)
 
 
@@ -85,6 +92,11 @@ def stored_rows(
 
 def stored_floats(checkpoint: WeightSource, tensor: str, start: int, stop: int) -> Floats:
     """Rows start … stop-1 of a quantized matrix, dequantized."""
+    linear = quantization_of(checkpoint, tensor)
+    if linear is not None and linear.algorithm == "nvfp4":
+        group_scale = checkpoint.read_rows(f"{tensor}_scale", start, stop)
+        scale = float(checkpoint.read(f"{tensor}_scale_2").astype(np.float32))
+        return Nvfp4Weight(checkpoint.read_rows(tensor, start, stop), group_scale, scale).dequantize()
     format = stored_format(checkpoint, tensor)
     assert format is not None
     return stored_rows(checkpoint, tensor, start, stop, format).dequantize()

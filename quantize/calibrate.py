@@ -1,7 +1,7 @@
 """Calibrate a checkpoint with nvidia-modelopt: a checkpoint in, its unified HF checkpoint out.
 
-modelopt chooses the scales; what is ours: which linears keep unrounded inputs (outliers.py), and the rounding of int4
-weights (rounding.py).
+modelopt chooses the scales; what is ours: which linears keep unrounded inputs (outliers.py), and, unless a recipe says
+`clip: false`, the scales and the rounding of int4 weights (awq.py).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import os
 import resource
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -22,22 +22,24 @@ from pydantic import JsonValue
 
 from plankiln.chat_template import ChatTemplate
 from plankiln.checkpoint import Checkpoint
+from plankiln.quantize.awq import round_checkpoint
 from plankiln.quantize.datasets import Texts, texts, token_ids
 from plankiln.quantize.outliers import outlier_layers
-from plankiln.quantize.presets import DEFAULT_ALPHA, check_exclude, preset
-from plankiln.quantize.rounding import round_checkpoint
-from plankiln.quantize.statistics import decoder_linears, input_statistics, run
+from plankiln.quantize.presets import DEFAULT_ALPHA, check_exclude, preset, rounded_here
+from plankiln.quantize.statistics import batches, decoder_linears, input_statistics, run
 from plankiln.quantize.torch_model import torch_model
 from plankiln.recipe import Quantize, Text
 
 Progress = Callable[[str, int, int], None]
 _TOOLS = ("nvidia-modelopt", "torch", "transformers")
+PASSES = {"int4_awq": 2, "w4a8_awq": 2}  # over the text: statistics, then the search
 
 
-def calibration_key(quantize: Quantize) -> dict[str, str]:
+def calibration_key(quantize: Quantize, mirrored: bool) -> dict[str, str]:
     """What a calibration depends on beside the checkpoint, the settings and our own files. Raises TextError."""
     found = texts(quantize.calibration or Text(), "calibration")
-    return {"text": found.digest, **{f"tool.{name}": version(name) for name in _TOOLS}}
+    signs = {"mirrored": str(mirrored)} if rounded_here(quantize) else {}
+    return {"text": found.digest, **signs, **{f"tool.{name}": version(name) for name in _TOOLS}}
 
 
 def calibration_ids(checkpoint: Checkpoint, text: Text) -> tuple[Texts, list[list[int]]]:
@@ -58,11 +60,21 @@ def calibration_ids(checkpoint: Checkpoint, text: Text) -> tuple[Texts, list[lis
     return found, token_ids(found, encode, encode_chat, text.samples, text.max_tokens)
 
 
-def calibrate(checkpoint: Checkpoint, quantize: Quantize, out: Path, progress: Progress) -> dict[str, JsonValue]:
+def calibrate(
+    checkpoint: Checkpoint,
+    quantize: Quantize,
+    out: Path,
+    progress: Progress,
+    *,
+    mirrored: bool,
+    resume: Path | None = None,
+) -> dict[str, JsonValue]:
     """Write the calibrated checkpoint to the directory `out`; what was decided and what it took.
 
-    progress("calibrate", steps done, steps in all). The same inputs give the same bytes on the same machine. Raises
-    TextError for the calibration text, RecipeError for `exclude` patterns that match nothing, CheckpointError.
+    mirrored: whether the target takes negative int4 scales. resume: where a layerwise calibration leaves each layer as
+    it is done, and finds it again after an interruption. progress("calibrate", layers run, layers in all). The same
+    inputs give the same bytes on the same machine. Raises TextError for the calibration text, RecipeError for `exclude`
+    patterns that match nothing, CheckpointError.
     """
     import modelopt.torch.quantization as mtq
     import torch
@@ -82,21 +94,16 @@ def calibrate(checkpoint: Checkpoint, quantize: Quantize, out: Path, progress: P
             statistics = input_statistics(model, ids, progress)
             alpha = DEFAULT_ALPHA if quantize.alpha is None else quantize.alpha
             outliers = outlier_layers(linears, statistics, alpha)
-    passes = 0
-
-    def forward(model: Any) -> None:
-        nonlocal passes
-        run(model, ids, lambda done, total: progress("calibrate", passes * total + done, 0))
-        passes += 1
-
-    with clock.phase("calibrate"), _quiet():
-        mtq.quantize(model, preset(quantize, list(outliers)), forward)
+    needs_text = not rounded_here(quantize) or quantize.kv_cache == "fp8"
+    with clock.phase("calibrate"), _quiet(), _layers_shown(model, ids, PASSES.get(quantize.weights, 1), progress):
+        config = preset(quantize, list(outliers), resume)
+        mtq.quantize(model, config, (lambda model: run(model, ids, lambda *_: None)) if needs_text else None)
     with clock.phase("export"), _quiet():
         _export(model, checkpoint, out)
-    if quantize.weights == "int4_awq" and quantize.clip is not False:
+    if rounded_here(quantize):
         with clock.phase("rounding"):
             del model
-            round_checkpoint(checkpoint, out, ids, progress)
+            round_checkpoint(checkpoint, out, ids, mirrored, progress)
     return {
         "text": found.digest,
         "text_source": found.source,
@@ -108,6 +115,25 @@ def calibrate(checkpoint: Checkpoint, quantize: Quantize, out: Path, progress: P
         "calibration_cpu_seconds": dict(clock.cpu_seconds),
         "calibration_peak_rss": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10,
     }
+
+
+@contextlib.contextmanager
+def _layers_shown(model: Any, ids: Sequence[Sequence[int]], passes: int, progress: Progress) -> Iterator[None]:
+    """Each run of a decoder layer is a step of the progress; passes: how often the text goes through the model."""
+    layers = model.model.layers
+    total, done = passes * len(layers) * batches(ids), 0
+
+    def step(*_: Any) -> None:
+        nonlocal done
+        done += 1
+        progress("calibrate", min(done, total), total)
+
+    handles = [layer.register_forward_hook(step) for layer in layers]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def _export(model: Any, checkpoint: Checkpoint, out: Path) -> None:

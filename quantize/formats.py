@@ -20,6 +20,7 @@ Halves = NDArray[np.float16]
 LARGEST_HALF = 65504.0
 E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
 LARGEST_E4M3 = 448.0
+SMALLEST_SCALE = float(np.finfo(np.float32).tiny)  # of a group of weights; with less they count as zero
 SMALLEST_PEAK = 1e-30  # a group of activations below it counts as zero: 127 / peak must stay finite
 
 
@@ -129,7 +130,7 @@ def _scales(values: Floats, format: BlockFormat) -> Halves | Floats:
 
 def _round(values: Floats, scale: Halves | Floats, low: int, high: int) -> Floats:
     wide = scale.astype(np.float32)[..., None]
-    inverse = np.divide(1.0, wide, out=np.zeros_like(wide), where=wide != 0)
+    inverse = np.divide(1.0, wide, out=np.zeros_like(wide), where=np.abs(wide) >= SMALLEST_SCALE)
     return np.rint(values * inverse).clip(low, high)
 
 

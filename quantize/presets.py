@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
+from pathlib import Path
 from typing import Any
 
 from plankiln.errors import Problem, RecipeError
@@ -23,11 +24,12 @@ DEFAULT_ALPHA = 0.5
 _KV = {"quantizer_name": "*[kv]_bmm_quantizer", "cfg": {"num_bits": (4, 3), "axis": None}, "enable": True}
 
 
-def preset(quantize: Quantize, weight_only: Sequence[str]) -> dict[str, Any]:
-    """The configuration for `mtq.quantize`. weight_only: modules whose inputs are not rounded."""
+def preset(quantize: Quantize, weight_only: Sequence[str], resume: Path | None = None) -> dict[str, Any]:
+    """The configuration for `mtq.quantize`. weight_only: modules whose inputs are not rounded. resume: where a
+    layerwise calibration leaves what is done."""
     import modelopt.torch.quantization as mtq
 
-    name = PRESETS.get(quantize.weights)
+    name = "INT4_BLOCKWISE_WEIGHT_ONLY_CFG" if rounded_here(quantize) else PRESETS.get(quantize.weights)
     nothing = {"quant_cfg": [{"quantizer_name": "*", "enable": False}], "algorithm": "max"}
     config: dict[str, Any] = copy.deepcopy(getattr(mtq, name)) if name else nothing
     entries: list[dict[str, Any]] = config["quant_cfg"]
@@ -47,8 +49,13 @@ def preset(quantize: Quantize, weight_only: Sequence[str]) -> dict[str, Any]:
     if quantize.layerwise:
         method = config["algorithm"]
         settings = method if isinstance(method, dict) else {"method": method}
-        config["algorithm"] = {**settings, "layerwise": {"enable": True}}
+        config["algorithm"] = {**settings, "layerwise": {"enable": True, "checkpoint_dir": resume and str(resume)}}
     return config
+
+
+def rounded_here(quantize: Quantize) -> bool:
+    """Whether awq.py makes the int4 weights that modelopt only lays out."""
+    return quantize.weights == "int4_awq" and quantize.clip is not False
 
 
 def check_exclude(patterns: Sequence[str], modules: Sequence[str]) -> None:

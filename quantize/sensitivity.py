@@ -9,6 +9,7 @@ mean square.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -65,6 +66,7 @@ def choose_formats(checkpoint: Checkpoint, quantize: Quantize, progress: Progres
     take or an `exclude` pattern matches nothing, TextError for the calibration text, CheckpointError.
     """
     assert quantize.bits is not None
+    started = time.process_time()
     text = quantize.calibration or Text()
     few = {"samples": min(text.samples, SAMPLES), "max_tokens": min(text.max_tokens, TOKENS)}
     shorter = text.model_copy(update=few)
@@ -88,6 +90,7 @@ def choose_formats(checkpoint: Checkpoint, quantize: Quantize, progress: Progres
         "text_source": found.source,
         "samples": len(ids),
         "tokens": sum(map(len, ids)),
+        "calibration_cpu_seconds": {"sensitivity": round(time.process_time() - started, 2)},
     }
 
 

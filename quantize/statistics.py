@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 Progress = Callable[[str, int, int], None]
@@ -61,16 +62,24 @@ def input_statistics(model: Any, ids: Sequence[Sequence[int]], progress: Progres
     return found
 
 
-def run(model: Any, ids: Sequence[Sequence[int]], progress: Callable[[int, int], None], batch: int = 4) -> None:
+def run(model: Any, ids: Sequence[Sequence[int]], progress: Callable[[int, int], None], batch: int = 16) -> None:
     """The model's forward over the texts, those of equal length in batches: weights are fake-quantized once a batch."""
     import torch
 
     with torch.inference_mode():
-        start = 0
-        while start < len(ids):
-            end = start + 1
-            while end < len(ids) and end - start < batch and len(ids[end]) == len(ids[start]):
-                end += 1
-            model(torch.tensor(ids[start:end]), use_cache=False, logits_to_keep=1)
-            start = end
-            progress(end, len(ids))
+        done = 0
+        for rows in _batched(ids, batch):
+            model(torch.tensor(rows), use_cache=False, logits_to_keep=1)
+            done += len(rows)
+            progress(done, len(ids))
+
+
+def batches(ids: Sequence[Sequence[int]], batch: int = 16) -> int:
+    """How many forwards `run` makes of the texts."""
+    return sum(1 for _ in _batched(ids, batch))
+
+
+def _batched(ids: Sequence[Sequence[int]], batch: int) -> Iterator[list[Sequence[int]]]:
+    for _, alike in groupby(ids, key=len):
+        rows = list(alike)
+        yield from (rows[i : i + batch] for i in range(0, len(rows), batch))

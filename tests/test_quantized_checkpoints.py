@@ -17,6 +17,7 @@ from plankiln.checkpoint import open_checkpoint
 from plankiln.compiler.export import save_onnx
 from plankiln.compiler.passes.fold_prescale import explicit_prescales
 from plankiln.compiler.precision import Precision
+from plankiln.errors import ExportError
 
 RUNNABLE = ("fp8", "fp8_per_token", "int8_smoothquant", "int4_awq", "w4a8_awq", "mixed")
 DECLARED = Precision("keep", activations="declared")
@@ -125,6 +126,14 @@ def test_pre_scales_are_folded_into_norms_and_others_stay(quantized: dict[str, P
     assert explicit_prescales(model) == [
         f"model.layers.{layer}.{name}" for layer in (0, 1) for name in ("self_attn.o_proj", "mlp.down_proj")
     ]
+
+
+def test_nvfp4_is_refused_as_it_is_and_dequantizes(quantized: dict[str, Path], tmp_path: Path) -> None:
+    with pytest.raises(ExportError, match="NVFP4, which no CPU kernel multiplies"):
+        fused_graph(quantized["nvfp4"], Precision("keep"), "fp32", 64)
+    _, engine = plan(quantized["nvfp4"], tmp_path / "plan", weights="fp32")
+    engine.allocate_kv(3)
+    assert np.isfinite(engine.execute(packed_step([[1, 2, 3]], [0], [[0, 1, 2]]))).all()
 
 
 def test_a_quantized_checkpoint_dequantizes_exactly(quantized: dict[str, Path], tmp_path: Path) -> None:
