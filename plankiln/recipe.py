@@ -123,10 +123,9 @@ _SOURCE_FORMS = "a directory, a .gguf file, `hf:ORG/NAME@COMMIT` or `pip:PACKAGE
 
 
 _Decimal = Annotated[float, BeforeValidator(_decimal)]
-_Bits = Annotated[_Decimal, Field(ge=2, le=16, description="bits of a weight on average, 2 to 16")]
-_Nats = Annotated[_Decimal, Field(ge=0, le=1e6, description="nats")]
-_Ratio = Annotated[_Decimal, Field(ge=0, le=1e6, description="a ratio such as 0.1")]
-_Share = Annotated[_Decimal, Field(ge=0, le=1, description="0 to 1")]
+_Bits = Annotated[_Decimal, Field(ge=2, le=16)]
+_Positive = Annotated[_Decimal, Field(ge=0, le=1e6)]
+_Share = Annotated[_Decimal, Field(ge=0, le=1)]
 
 
 class _Strict(BaseModel):
@@ -207,8 +206,8 @@ class Quantize(_Strict):
     minimum: bool | None = None
     activations: Literal["int8", "declared"] | None = None
     clip: bool | None = None
-    alpha: _Share | None = None
-    bits: _Bits | None = None
+    alpha: _Share | None = Field(default=None, description="0 to 1")
+    bits: _Bits | None = Field(default=None, description="bits of a weight on average, 2 to 16")
     exclude: tuple[str, ...] | None = None
     layerwise: bool | None = None
     calibration: Text | None = None
@@ -254,10 +253,10 @@ class Gate(_Strict):
     percentile of the Kullback-Leibler divergence. min_top1_agreement: of greedy choices, 0 to 1.
     """
 
-    max_perplexity_increase: _Ratio = 0.1
-    max_kl_mean: _Nats | None = None
-    max_kl_p99: _Nats | None = None
-    min_top1_agreement: _Share | None = None
+    max_perplexity_increase: _Positive = Field(default=0.1, description="a ratio such as 0.1")
+    max_kl_mean: _Positive | None = Field(default=None, description="nats")
+    max_kl_p99: _Positive | None = Field(default=None, description="nats")
+    min_top1_agreement: _Share | None = Field(default=None, description="0 to 1")
     text: Text = Text(samples=4)
 
 
@@ -389,6 +388,17 @@ _ELSEWHERE = {
 }
 
 
+# What nvidia-modelopt calls our formats.
+PRESETS = {
+    "FP8_DEFAULT_CFG": "fp8",
+    "FP8_PER_CHANNEL_PER_TOKEN_CFG": "fp8_per_token",
+    "INT8_SMOOTHQUANT_CFG": "int8_smoothquant",
+    "INT4_AWQ_CFG": "int4_awq",
+    "W4A8_AWQ_BETA_CFG": "w4a8_awq",
+    "NVFP4_DEFAULT_CFG": "nvfp4",
+}
+
+
 def _schema_of(path: Sequence[str | int]) -> type[BaseModel]:
     """The model whose fields the last part of `path` names."""
     section = next((part for part in reversed(path[:-1]) if isinstance(part, str)), "")
@@ -425,6 +435,8 @@ def _problem(error: ErrorDetails, root: Node) -> Problem:
         if key == "name":
             hint += " (a parent's name is not inherited)"
         return Problem(f"missing `{key}`", node.where, hint)
+    if kind == "literal_error" and str(error["input"]) in PRESETS:
+        return Problem(f"`{key}` cannot be {shown}", node.where, f"here it is called `{PRESETS[str(error['input'])]}`")
     if kind == "literal_error":
         known = re.findall(r"'(\w+)'", context["expected"])
         return Problem(f"`{key}` cannot be {shown}", node.where, did_you_mean(str(error["input"]), known))

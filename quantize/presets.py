@@ -9,17 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from plankiln.errors import Problem, RecipeError
-from plankiln.recipe import Quantize
+from plankiln.recipe import PRESETS, Quantize
 from plankiln.target import did_you_mean
 
-PRESETS = {
-    "fp8": "FP8_DEFAULT_CFG",
-    "fp8_per_token": "FP8_PER_CHANNEL_PER_TOKEN_CFG",
-    "int8_smoothquant": "INT8_SMOOTHQUANT_CFG",
-    "int4_awq": "INT4_AWQ_CFG",
-    "w4a8_awq": "W4A8_AWQ_BETA_CFG",
-    "nvfp4": "NVFP4_DEFAULT_CFG",
-}
+_NAMES = {ours: theirs for theirs, ours in PRESETS.items()}
 DEFAULT_ALPHA = 0.5
 _KV = {"quantizer_name": "*[kv]_bmm_quantizer", "cfg": {"num_bits": (4, 3), "axis": None}, "enable": True}
 
@@ -29,7 +22,7 @@ def preset(quantize: Quantize, weight_only: Sequence[str], resume: Path | None =
     layerwise calibration leaves what is done."""
     import modelopt.torch.quantization as mtq
 
-    name = "INT4_BLOCKWISE_WEIGHT_ONLY_CFG" if rounded_here(quantize) else PRESETS.get(quantize.weights)
+    name = "INT4_BLOCKWISE_WEIGHT_ONLY_CFG" if rounded_here(quantize) else _NAMES.get(quantize.weights)
     nothing = {"quant_cfg": [{"quantizer_name": "*", "enable": False}], "algorithm": "max"}
     config: dict[str, Any] = copy.deepcopy(getattr(mtq, name)) if name else nothing
     entries: list[dict[str, Any]] = config["quant_cfg"]

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import shutil
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
@@ -15,13 +17,15 @@ from quantized_checkpoints import fake_quant_logits, write_quantized_hf
 
 from plankiln.checkpoint import open_checkpoint
 from plankiln.compiler.export import save_onnx
+from plankiln.compiler.families import decoder_spec
 from plankiln.compiler.passes.fold_prescale import explicit_prescales
 from plankiln.compiler.precision import Precision
-from plankiln.errors import ExportError
+from plankiln.errors import CheckpointError, ExportError
 
 RUNNABLE = ("fp8", "fp8_per_token", "int8_smoothquant", "int4_awq", "w4a8_awq", "mixed")
 DECLARED = Precision("keep", activations="declared")
 TOKENS = 37
+SCALES = ("model.layers.1.mlp.up_proj.weight_scale", "model.layers.0.mlp.up_proj.input_scale")
 SEED = int(os.environ.get("PLANKILN_SEED", "0"))
 
 
@@ -144,3 +148,56 @@ def test_a_quantized_checkpoint_dequantizes_exactly(quantized: dict[str, Path], 
     got = engine.execute(packed_step(ids.tolist(), [0], [[0, 1, 2]]))
     want = fake_quant_logits(quantized["int4_awq"], ids)[0]
     assert np.abs(got - want).max() <= 2e-5 * np.abs(want).max()
+
+
+def with_scales(source: Path, out: Path, change: Any) -> Path:
+    """A copy whose tensors `change` has edited."""
+    from safetensors.torch import load_file, save_file
+
+    shutil.copytree(source, out)
+    tensors = load_file(out / "model.safetensors")
+    change(tensors)
+    save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
+    return out
+
+
+def refused(path: Path) -> list[str]:
+    with pytest.raises(CheckpointError) as caught, open_checkpoint(str(path), base=Path()) as checkpoint:
+        checkpoint.validate(decoder_spec(checkpoint.config).expected_tensors())
+    return [problem.what for problem in caught.value.problems]
+
+
+@pytest.fixture(scope="module")
+def cached(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_quantized_hf(tmp_path_factory.mktemp("cached") / "model", "fp8", kv_fp8=True)
+
+
+class TestScalesThatCannotBeTrue:
+    @pytest.mark.parametrize("value", [1.0, 0.02])
+    def test_kv_scales_that_nobody_measured(self, cached: Path, tmp_path: Path, value: float) -> None:
+        """users-met 22: all 1.0, or all alike."""
+
+        def change(tensors: dict[str, Any]) -> None:
+            for name in tensors:
+                if name.endswith((".k_scale", ".v_scale")):
+                    tensors[name].fill_(value)
+
+        (what,) = refused(with_scales(cached, tmp_path / "model", change))
+        assert what == f"every scale of the FP8 KV cache is {value:g}: it was not measured"
+
+    def test_kv_scales_that_are_missing(self, cached: Path, tmp_path: Path) -> None:
+        """users-met 23: no falling back to 1."""
+        path = with_scales(cached, tmp_path / "model", lambda t: t.pop("model.layers.1.self_attn.v_proj.v_scale"))
+        (what,) = refused(path)
+        assert "the FP8 KV cache has no scale `model.layers.1.self_attn.v_proj.v_scale`" in what
+
+    @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -1.0, 0.0])
+    @pytest.mark.parametrize("name", SCALES)
+    def test_scales_that_are_no_scales(self, cached: Path, tmp_path: Path, name: str, bad: float) -> None:
+        path = with_scales(cached, tmp_path / "model", lambda tensors: tensors[name].fill_(bad))
+        assert refused(path) == [f"tensor `{name}` holds scales that are not positive numbers"]
+
+    @pytest.mark.parametrize("name", SCALES)
+    def test_scales_that_are_missing(self, cached: Path, tmp_path: Path, name: str) -> None:
+        path = with_scales(cached, tmp_path / "model", lambda tensors: tensors.pop(name))
+        assert any(name.rpartition(".")[0] in what for what in refused(path))

@@ -288,12 +288,7 @@ MISTAKES: list[tuple[str, int, str, str]] = [
     ("quantize: {weights: int4_awk, group_size: 128}", 4, "`quantize.weights` cannot be `int4_awk`", "`int4_awq`"),
     ("quantize: {weights: null}", 4, "`quantize.weights` cannot be nothing", "known: fp32"),
     ("quantize: {weights: [fp32]}", 4, "`quantize.weights` cannot be a list", "known: fp32"),
-    (
-        "quantize: {kv_cache: int4}",
-        4,
-        "`quantize.kv_cache` cannot be `int4`",
-        "known: fp32, bf16, fp16, fp8, fp8_cast, int8",
-    ),
+    ("quantize: {kv_cache: int4}", 4, "`quantize.kv_cache` cannot be `int4`", "fp16, fp8, fp8_cast, int8"),
     ("quantize: {weights: int4_rtn, group_size: 16}", 4, "`group_size` 16 has no kernel with `int4_rtn`", "64 or 128"),
     ("quantize: {weights: int8_rtn, minimum: true}", 4, "`minimum` means nothing for `weights: int8_rtn`", "null"),
     ("quantize: {activations: int8}", 4, "`activations` means nothing for `weights: bf16`", "remove it"),
@@ -301,6 +296,29 @@ MISTAKES: list[tuple[str, int, str, str]] = [
     ("quantize: {weights: int4_awq}", 4, "needs a `group_size`", "group_size: 128"),
     ("quantize: {group_size: 128}", 4, "means nothing for `weights: bf16`", "group_size: null"),
     ("quantize: {weights: int4_awq, group_size: 100}", 4, "`group_size` 100 is not a power of two", "64 and 128"),
+    ("quantize: {weights: INT4_AWQ_CFG}", 4, "cannot be `INT4_AWQ_CFG`", "here it is called `int4_awq`"),
+    ("quantize: {weights: int4_rtn, group_size: true}", 4, "`group_size` cannot be `true`", "power of two"),
+    ("quantize: {weights: auto}", 4, "`auto` needs `bits`", "bits: 5.5"),
+    ("quantize: {weights: auto, bits: 1}", 4, "`quantize.bits` must be at least 2", "2 to 16"),
+    ("quantize: {weights: fp8, bits: 4}", 4, "`bits` means nothing for `weights: fp8`", "bits: null"),
+    ("quantize: {weights: fp8, alpha: 0.5}", 4, "`alpha` means nothing for `weights: fp8`", "remove"),
+    ("quantize: {weights: bf16, exclude: ['*']}", 4, "`exclude` means nothing for `weights: bf16`", "remove"),
+    ("quantize: {weights: bf16, calibration: {samples: 4}}", 4, "`calibration` means nothing", "remove"),
+    ("quantize: {weights: fp8, exclude: down_proj}", 4, "`quantize.exclude` must be a list", ""),
+    ("quantize: {weights: fp8, calibration: {samples: 0}}", 4, "`quantize.calibration.samples` must be at least 1", ""),
+    ("quantize: {weights: fp8, calibration: {kind: csv}}", 4, "`quantize.calibration.kind` cannot be `csv`", "jsonl"),
+    ("quantize: {weights: fp8, calibration: {kind: text}}", 4, "`kind: text` needs a `path`", "path: FILE"),
+    ("quantize: {weights: fp8, calibration: {path: r.yaml}}", 4, "`kind: builtin` has no `path`", "kind: text"),
+    (
+        "quantize: {weights: fp8, calibration: {kind: text, path: no.txt}}",
+        4,
+        "`path` `no.txt` is not a file",
+        "start at",
+    ),
+    ("gate: {text: {kind: text, path: no.txt}}", 4, "`path` `no.txt` is not a file", "start at"),
+    ("gate: {max_perplexity_increase: lots}", 4, "`gate.max_perplexity_increase`", "a ratio"),
+    ("gate: {max_kl_p99: -1}", 4, "must be at least 0", "nats"),
+    ("gate: {perplexity: 1}", 4, "unknown key `gate.perplexity`", ""),
     ("name: twice", 4, "key `name` is written twice", "line 1"),
     ("1: 2", 4, "unknown key `1`", "known:"),
     ("? [a]\n: 2", 4, "a key must be plain text", "brackets"),
@@ -619,3 +637,43 @@ def test_random_sections_over_a_good_recipe(folder: Path, document: dict[str, ob
 @settings(CHECKED, max_examples=200)
 def test_random_bytes_give_clean_errors(folder: Path, data: bytes) -> None:
     survives(folder, data)
+
+
+def test_texts_lie_beside_the_recipe_that_names_them(tmp_path: Path) -> None:
+    """A parent's file is found from a child elsewhere, and a target's own lies over the recipe's."""
+    (tmp_path / "parent").mkdir()
+    for name in ("own.jsonl", "gate.txt", "h100.txt"):
+        (tmp_path / "parent" / name).write_text("text")
+    write(
+        tmp_path / "parent",
+        """\
+name: parent
+model: {source: w.gguf}
+quantize: {weights: fp8, calibration: {kind: jsonl, path: own.jsonl, field: chat, samples: 7}}
+gate: {max_kl_mean: 0.05, text: {kind: text, path: gate.txt}}
+targets: [h200, {sku: h100, quantize: {calibration: {kind: text, path: h100.txt, field: null}}}]
+""",
+        "base.yaml",
+    )
+    recipe = load_recipe(write(tmp_path, "extends: parent/base.yaml\nname: child\n"))
+    h200, h100 = recipe.resolve()
+    assert h200.quantize.calibration is not None
+    assert h100.quantize.calibration is not None
+    assert h200.quantize.calibration.file == tmp_path / "parent" / "own.jsonl"
+    assert (h200.quantize.calibration.field, h200.quantize.calibration.samples) == ("chat", 7)
+    assert h100.quantize.calibration.file == tmp_path / "parent" / "h100.txt"
+    assert h100.gate.text.file == tmp_path / "parent" / "gate.txt"
+    assert h100.gate.max_kl_mean == 0.05
+
+
+@pytest.mark.parametrize(
+    ("weights", "sku", "what"),
+    [
+        ("w4a8_awq, group_size: 64", "a100", "has no FP8, which `weights` asks for"),
+        ("fp8_per_token", "a100", "has no FP8, which `weights` asks for"),
+        ("nvfp4", "h100", "has no NVFP4"),
+    ],
+)
+def test_formats_that_a_gpu_has_not(tmp_path: Path, weights: str, sku: str, what: str) -> None:
+    text = f"name: x\nmodel: {{source: w.gguf}}\nquantize: {{weights: {weights}}}\ntargets: [{sku}]\n"
+    assert what in only(write(tmp_path, text)).what
