@@ -5,12 +5,14 @@ reads, so that columns that matter are rounded finely. Here s = (mean square of 
 for each input by the error of what its linears put out, and rounding.py rounds what it leaves. q, k and v share one s,
 and so do gate and up: it goes into the norm before them. o_proj and down_proj get a `pre_quant_scale`.
 
-Layer by layer, each on what the rounded layers before it put out.
+Layer by layer, each on what the unrounded layers before it put out: on SmolLM2, what rounded ones put out serves worse
+(perplexity 8.5 and 11.1 % above fp32's on the two held-out texts, against 7.8 and 9.5 %).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -47,16 +49,14 @@ def round_checkpoint(
     places = {name: tensors for tensors in files.values() for name in tensors}
     model = torch_model(checkpoint)
     layers = model.model.layers
-    texts = _layer_inputs(model, ids)
+    texts = _layer_inputs(model, ids)  # moved on from layer to layer
     with torch.inference_mode():
         for number, layer in enumerate(layers):
             prefix = f"model.layers.{number}."
             rounded = [name for names, _ in _INPUTS for name in names if f"{prefix}{name}.weight_scale" in places]
-            hessians = _hessians(layer, rounded, [(x, kwargs[number]) for x, kwargs in texts])
+            hessians = _hessians(layer, number, rounded, texts)
             for names, norm in _inputs(rounded):
-                hessian = hessians[names[0]]
-                _round_input(layer, prefix, names, norm, hessian, places, mirrored)
-            texts = [(layer(x, **kwargs[number]), kwargs) for x, kwargs in texts]
+                _round_input(layer, prefix, names, norm, hessians[names[0]], places, mirrored)
             progress("rounding", number + 1, len(layers))
     for path, tensors in files.items():
         save_file(tensors, path, metadata={"format": "pt"})
@@ -81,7 +81,7 @@ def _round_input(
     places: dict[str, _Tensors],
     mirrored: bool,
 ) -> None:
-    """Round the linears `names`, which read one input, in the layer and in the checkpoint's tensors."""
+    """Round the layer's linears `names`, which read one input, into the checkpoint's tensors."""
     import torch
 
     weights = {name: layer.get_parameter(f"{name}.weight") for name in names}
@@ -96,7 +96,6 @@ def _round_input(
         tensors[f"{full}.weight_scale"] = scale
         if norm is None:
             tensors[f"{full}.pre_quant_scale"] = 1 / factors
-        weight.copy_(q * scale.repeat_interleave(group, 1) / factors)
     if norm is not None:
         name = f"{prefix}{norm}.weight"
         places[name][name] = layer.get_parameter(f"{norm}.weight") / factors
@@ -136,15 +135,23 @@ def _rounded(weight: Any, cost: Any, group: int, mirrored: bool) -> Any:
     return rounded
 
 
-def _layer_inputs(model: Any, ids: Sequence[Sequence[int]]) -> list[tuple[Any, list[dict[str, Any]]]]:
-    """For each batch of texts, what the first layer reads, and the other arguments of every layer: masks, rotations."""
-    found: list[tuple[Any, list[dict[str, Any]]]] = []
+@dataclass
+class _Batch:
+    """Some texts on their way: what the next layer reads, and every layer's other arguments: masks, rotations."""
+
+    x: Any
+    arguments: list[dict[str, Any]]
+
+
+def _layer_inputs(model: Any, ids: Sequence[Sequence[int]]) -> list[_Batch]:
+    """The batches of the texts before the first layer."""
+    found: list[_Batch] = []
 
     def recorder(number: int) -> Any:
         def forward(x: Any, **kwargs: Any) -> Any:
             if number == 0:
-                found.append((x, []))
-            found[-1][1].append(kwargs)
+                found.append(_Batch(x, []))
+            found[-1].arguments.append(kwargs)
             return x
 
         return forward
@@ -159,11 +166,12 @@ def _layer_inputs(model: Any, ids: Sequence[Sequence[int]]) -> list[tuple[Any, l
     return found
 
 
-def _hessians(layer: Any, names: Sequence[str], texts: Sequence[tuple[Any, dict[str, Any]]]) -> dict[str, Any]:
-    """The mean of x·xᵀ over the tokens, [K, K] float32, of each linear's input; one for those that read the same."""
+def _hessians(layer: Any, number: int, names: Sequence[str], texts: Sequence[_Batch]) -> dict[str, Any]:
+    """Run the texts through layer `number`; the mean of x·xᵀ over the tokens, [K, K] float32, of each linear's input.
+    Those that read the same share one."""
     first = {name: next(names for names, _ in _INPUTS if name in names) for name in names}
     found: dict[tuple[str, ...], Any] = {}
-    tokens = sum(x.shape[0] * x.shape[1] for x, _ in texts)
+    tokens = sum(batch.x.shape[0] * batch.x.shape[1] for batch in texts)
 
     def look(key: tuple[str, ...]) -> Any:
         def hook(_module: Any, inputs: tuple[Any, ...]) -> None:
@@ -175,8 +183,8 @@ def _hessians(layer: Any, names: Sequence[str], texts: Sequence[tuple[Any, dict[
     one_each = {key: name for name, key in reversed(first.items())}
     handles = [layer.get_submodule(name).register_forward_pre_hook(look(key)) for key, name in one_each.items()]
     try:
-        for x, kwargs in texts:
-            layer(x, **kwargs)
+        for batch in texts:
+            batch.x = layer(batch.x, **batch.arguments[number])
     finally:
         for handle in handles:
             handle.remove()

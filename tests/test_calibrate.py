@@ -103,6 +103,34 @@ def test_layer_by_layer_gives_the_same_checkpoint(model: Path, tmp_path: Path) -
         assert digests(tmp_path / "layers")[name] == digests(tmp_path / "whole")[name], name
 
 
+def test_an_interrupted_layerwise_calibration_goes_on_where_it_was(model: Path, tmp_path: Path) -> None:
+    class Interrupted(QuietProgress):
+        def __init__(self, after: int) -> None:
+            super().__init__()
+            self.left = after
+
+        def __call__(self, what: str, done: int, total: int) -> None:
+            self.left -= what == "calibrate"
+            if self.left < 0:
+                raise KeyboardInterrupt
+
+    quantize, resume = settings("fp8", layerwise=True), tmp_path / "resume"
+    with open_checkpoint(str(model), base=Path()) as checkpoint:
+        steps = Interrupted(10**6)
+        (tmp_path / "whole").mkdir()
+        calibrate(checkpoint, quantize, tmp_path / "whole", steps, mirrored=True)
+        taken = 10**6 - steps.left
+        (tmp_path / "killed").mkdir()
+        with pytest.raises(KeyboardInterrupt):
+            calibrate(checkpoint, quantize, tmp_path / "killed", Interrupted(taken - 1), mirrored=True, resume=resume)
+        assert any(resume.rglob("*"))
+        rest = Interrupted(10**6)
+        (tmp_path / "again").mkdir()
+        calibrate(checkpoint, quantize, tmp_path / "again", rest, mirrored=True, resume=resume)
+    assert 10**6 - rest.left < taken
+    assert digests(tmp_path / "again") == digests(tmp_path / "whole")
+
+
 def test_an_outlier_that_smoothing_cannot_spread_is_found() -> None:
     """users-met 18. Rare and huge: one scale for all wastes int8's range on it, and the weights cannot take it up. An
     input that is as large in every column, or a column that is large all the time, is none."""
