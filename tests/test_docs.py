@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -71,10 +72,16 @@ def test_architecture_names_every_file() -> None:
     assert not [file for file in files if file not in named]
 
 
-def test_the_readme_s_recipe_is_valid(tmp_path: Path) -> None:
-    (recipe,) = blocks(ROOT / "README.md", "yaml")
-    (tmp_path / "recipe.yaml").write_text(recipe)
+def test_the_readme_s_recipes_are_valid(tmp_path: Path) -> None:
+    whole, quantized = blocks(ROOT / "README.md", "yaml")
+    (tmp_path / "recipe.yaml").write_text(whole)
     assert [target.target.name for target in load_recipe(tmp_path / "recipe.yaml").resolve()] == [
         "cpu-native",
         "cpu-x86-64-v3",
     ]
+    shutil.copytree(ROOT / "recipes", tmp_path / "recipes")
+    for name in ("quantized.yaml", "chats.jsonl", "held-out.txt"):
+        (tmp_path / "recipes" / name).write_text(quantized)
+    (target,) = load_recipe(tmp_path / "recipes" / "quantized.yaml").resolve()
+    assert target.quantize.is_calibrated
+    assert target.gate.text.file == tmp_path / "recipes" / "held-out.txt"
