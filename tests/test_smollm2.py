@@ -14,7 +14,11 @@ from tokenizers import Tokenizer
 
 from plankiln.checkpoint import Checkpoint, open_checkpoint
 from plankiln.compiler.precision import Precision
-from plankiln.recipe import load_recipe
+from plankiln.quantize.calibrate import calibration_ids
+from plankiln.quantize.outliers import outlier_layers
+from plankiln.quantize.statistics import decoder_linears, input_statistics
+from plankiln.quantize.torch_model import torch_model
+from plankiln.recipe import Text, load_recipe
 from plankiln.runtime.cpu import CpuEngine
 
 Floats = NDArray[np.float32]
@@ -152,3 +156,16 @@ def test_keep_is_the_files_own_quantization(
     stored = sum(info.nbytes for info in checkpoint.tensors.values() if len(info.shape) == 2)
     rope_and_norms = 2 * 320 * 32 * 4 + 61 * 576 * 4
     assert (tmp_path / "fast" / "weights.bin").stat().st_size - rope_and_norms <= 1.02 * stored
+
+
+def test_the_layers_whose_inputs_int8_cannot_hold_are_found(checkpoint: Checkpoint) -> None:
+    """Inputs of layers 11 and 28's down_proj reach thousands of times their mean."""
+    _, ids = calibration_ids(checkpoint, Text(samples=8))
+    model = torch_model(checkpoint)
+    found = outlier_layers(decoder_linears(model), input_statistics(model, ids, lambda *_: None), 0.5)
+    for layer in (11, 28):
+        seen = found[f"model.layers.{layer}.mlp.down_proj"]
+        assert seen["absmax"] > 1000
+        assert seen["absmax_over_mean"] > 3000
+    assert {name.rsplit(".", 1)[1] for name in found} == {"down_proj"}
+    assert len(found) < 30
