@@ -75,7 +75,7 @@ class BlockReference:
         if stored_format(self.checkpoint, part.tensor) == self.format:
             return stored_rows(self.checkpoint, part.tensor, part.start, part.stop, self.format)
         assert isinstance(self.format, BlockFormat)
-        if GGUF_FORMATS.get(self.checkpoint.tensors[part.tensor].dtype) == self.format and not self.clip:
+        if GGUF_FORMATS.get(self.checkpoint.tensors[part.tensor].dtype) == self.format:
             raw = self.checkpoint.read_blocks(part.tensor)[part.start : part.stop]
             kept = from_gguf(raw, self.checkpoint.tensors[part.tensor].dtype)
             for halves in (kept.scale, kept.minimum):

@@ -15,6 +15,7 @@ from plankiln.compiler.families import DecoderSpec
 from plankiln.compiler.formats import KV_ONNX, KvFormat, kv_row_bytes
 from plankiln.errors import BuildError, BundleError, Problem, RecipeError
 from plankiln.recipe import ResolvedTarget, load_recipe
+from plankiln.target import missing_flags
 
 _ANY_CPU = "targets=[cpu-native]"
 _BLOCK = 16
@@ -52,6 +53,27 @@ def choose_targets(
             raise BuildError(problems)
         refused += problems
     return [target for target in chosen if not _obstacle(target)]
+
+
+def check_measurable(targets: Sequence[ResolvedTarget], refused: list[Problem] | None) -> list[ResolvedTarget]:
+    """The targets whose plans this machine can run, and so measure.
+
+    Raises BuildError about the others or, with `refused`, puts that there, as long as one is left.
+    """
+    problems = [
+        Problem(
+            f"target `{target.target.name}` cannot be measured here: this machine has no {', '.join(missing)}",
+            hint="build it where it can run, or publish it unmeasured with `--no-gate`",
+        )
+        for target in targets
+        if (missing := missing_flags(target.target))
+    ]
+    left = [target for target in targets if not missing_flags(target.target)]
+    if problems and (refused is None or not left):
+        raise BuildError(problems)
+    if refused is not None:
+        refused += problems
+    return left
 
 
 def check_model(checkpoint: Checkpoint, spec: DecoderSpec, targets: Sequence[ResolvedTarget]) -> None:

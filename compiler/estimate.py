@@ -61,17 +61,18 @@ class Estimate:
 
 
 def estimate(
-    program: Program, tensors: Mapping[str, TensorHeader], *, code: bool, weights: bool, linked: bool
+    program: Program, tensors: Mapping[str, TensorHeader], *, code: bool, weights: bool, linked: bool, reference: bool
 ) -> Estimate:
     """What building a program takes when its code and weights have to be made (`code`, `weights`).
 
-    linked: the bundle shares the store's files.
+    linked: the bundle shares the store's files. reference: an fp32 plan is made for the gate (it may be there already).
     """
     total = weight_offsets(program)[1]
+    compared = sum(4 * weight.n * weight.k for weight in program.weights) + _CODE_BYTES
     return Estimate(
         packing=max((_packing_bytes(weight, tensors) for weight in program.weights), default=0) if weights else 0,
         compiler=COMPILER_BYTES if code else 0,
-        store=(total if weights else 0) + (_CODE_BYTES if code else 0),
+        store=sum(((total if weights else 0), (_CODE_BYTES if code else 0), (compared if reference else 0))),
         out=_CODE_BYTES if linked else total + _CODE_BYTES,
     )
 

@@ -14,9 +14,11 @@ def with_group(spec: DecoderSpec, quantize: Quantize, tensor_parallel: int = 1) 
 
     Raises BuildError naming the matrices that are not whole groups, and what would be legal.
     """
+    legal = legal_groups(spec, tensor_parallel)
+    if quantize.weights == "int8_smoothquant" and not legal:
+        raise BuildError(_misfits(spec, GROUPS[0], tensor_parallel))  # int8 kernels take 32 columns at a time
     if quantize.weights not in GROUPED or quantize.group_size is None:
         return quantize
-    legal = legal_groups(spec, tensor_parallel)
     if quantize.group_size == "auto":
         if not legal:
             raise BuildError(_misfits(spec, GROUPS[0], tensor_parallel))
@@ -54,12 +56,12 @@ def _misfits(spec: DecoderSpec, group: int, tensor_parallel: int) -> list[Proble
         for size in legal_groups(spec, ranks)
         if ranks <= tensor_parallel
     ]
-    hint = f"legal: {', '.join(pairs)}" if pairs else "no group size fits this model: use `fp8` or `int8_smoothquant`"
+    hint = f"legal: {', '.join(pairs)}" if pairs else "no group size fits this model: use `fp8` or `bf16`"
     on_ranks = f" on each of {tensor_parallel} ranks" if tensor_parallel > 1 else ""
     return [
         Problem(
             f"`{name}` of every layer has {width:g} columns{on_ranks}, not whole groups of {group}",
-            "`quantize.group_size`",
+            "`quantize.weights`",
             hint,
         )
         for name, width in bad.items()

@@ -28,7 +28,8 @@ def matrix_errors(program: Program, source: Checkpoint, stored: Checkpoint) -> l
     for weight in program.weights:
         if weight.layout != "tiles":
             continue
-        if all(_is_kept(part, weight, source) for part in weight.parts):
+        exact = weight.format == "float32" and stored is source
+        if exact or all(_is_kept(part, weight, source) for part in weight.parts):
             rows += [_row(part, weight, 0.0) for part in weight.parts]
             continue
         values = weight.read()
@@ -47,7 +48,7 @@ def matrix_errors(program: Program, source: Checkpoint, stored: Checkpoint) -> l
 def _is_kept(part: object, weight: Weight, source: Checkpoint) -> bool:
     """Whether the source's own blocks were taken bit for bit."""
     assert isinstance(part, Slice)
-    return GGUF_FORMATS.get(source.tensors[part.tensor].dtype) == weight.format and not weight.searched
+    return GGUF_FORMATS.get(source.tensors[part.tensor].dtype) == weight.format
 
 
 def _row(part: object, weight: Weight, error: float) -> JsonValue:

@@ -70,7 +70,7 @@ def publish(
     out = staged.parent.parent
     path = out / manifest.digest
     with locked(out):
-        existed = not _move_into_place(staged, path)
+        existed = not _move_into_place(staged, path, manifest)
         _point_to(path, staged.parent)
     return Published(path, manifest.digest, existed)
 
@@ -124,8 +124,8 @@ def _finished(description: Description, staged: Path, known: Mapping[str, FileEn
     return manifest.model_copy(update={"digest": manifest.content_digest()})
 
 
-def _move_into_place(staged: Path, path: Path) -> bool:
-    """Whether the staged bundle was put at `path`: false when a sound one lies there already."""
+def _move_into_place(staged: Path, path: Path, manifest: Manifest) -> bool:
+    """Whether the staged bundle was put at `path`: false when a sound one, measured on the same text, lies there."""
     try:
         staged.rename(path)
         return True
@@ -133,11 +133,13 @@ def _move_into_place(staged: Path, path: Path) -> bool:
         if e.errno not in (errno.ENOTEMPTY, errno.EEXIST):
             raise
     try:
-        open_bundle(path, verify="full", any_machine=True)
-        return False
+        old = open_bundle(path, verify="full", any_machine=True).manifest.gate
+        if (old and old.text) == (manifest.gate and manifest.gate.text):
+            return False
     except BundleError:
-        _exchange(staged, path)
-        return True
+        pass
+    _exchange(staged, path)
+    return True
 
 
 def _exchange(one: Path, other: Path) -> None:

@@ -18,7 +18,7 @@ from pydantic import JsonValue
 
 from plankiln.checkpoint import Checkpoint, open_checkpoint
 from plankiln.compiler.atomic import link_or_copy
-from plankiln.compiler.checks import check_model, choose_targets, config_place
+from plankiln.compiler.checks import check_measurable, check_model, choose_targets, config_place
 from plankiln.compiler.cpu.compile import CpuSource, compile_code, describe_plan, lower_cpu, pack_weights
 from plankiln.compiler.cpu.toolchain import Compiler, find_compiler
 from plankiln.compiler.describe import describe, texts_of
@@ -51,6 +51,7 @@ from plankiln.compiler.store_care import collect, size_limit
 from plankiln.errors import BuildError, PlankilnError, Problem
 from plankiln.host import readable_size, store_directory
 from plankiln.manifest import GateRecord
+from plankiln.quantize.calibrate import tools
 from plankiln.quantize.datasets import texts
 from plankiln.recipe import ResolvedTarget, Text
 
@@ -102,7 +103,10 @@ def build(
     clock = Clock(progress)
     problems: list[Problem] = []
     with clock.stage("recipe"):
-        targets = choose_targets(recipe, overrides, only_targets, refused=problems if keep_going else None)
+        refused = problems if keep_going else None
+        targets = choose_targets(recipe, overrides, only_targets, refused=refused)
+        if gate:
+            targets = check_measurable(targets, refused)
     store = Store(store_directory(), progress.note)
     model = targets[0].model
     with clock.stage("checkpoint"):
@@ -189,6 +193,7 @@ class _TargetBuild:
             found["gate.text"] = texts(self.resolved.gate.text, "held_out").digest
         if self.resolved.quantize.is_calibrated or self.resolved.quantize.weights == "auto":
             found["calibration.text"] = texts(self.resolved.quantize.calibration or Text(), "calibration").digest
+            found |= tools()
         return found
 
     def _make(self, compiler: Compiler) -> tuple[Published, list[str]]:
@@ -207,7 +212,8 @@ class _TargetBuild:
         source, explicit = self._lower(prepared)
         code = code_stage(source, compiler)
         context = self.resolved.engine.max_context
-        weights = weights_stage(source, prepared.checkpoint.digest, self.model.spec(), context)
+        digests = dict.fromkeys((prepared.checkpoint.digest, self.model.checkpoint.digest))  # packed, compared with
+        weights = weights_stage(source, "+".join(digests), self.model.spec(), context)
         predicted = self._predict(source, code, weights, prepared.checkpoint)
 
         def compile_it(made: Path) -> dict[str, JsonValue]:
@@ -274,7 +280,7 @@ class _TargetBuild:
         gate, engine = self.resolved.gate, self.resolved.engine
         with (
             self.clock.stage("gate"),
-            tempfile.TemporaryDirectory(prefix="plankiln-") as directory,
+            tempfile.TemporaryDirectory(prefix="reference-", dir=self.store.root) as directory,
             ExitStack() as stack,
         ):
             held, ids = held_out(gate, checkpoint_tokenizer(self.model.checkpoint), engine.max_context)
@@ -298,6 +304,7 @@ class _TargetBuild:
             code=not self.store.has(code),
             weights=not self.store.has(weights),
             linked=same_disk(self.store.root, self.place),
+            reference=self.gate,
         )
         if self.explain:
             self.clock.progress.note(

@@ -75,8 +75,9 @@ class Precision:
         legal = [group for group in GROUPS if not any(width % group for width in widths.values())]
         hint = f"`quantize.group_size` may be {' or '.join(map(str, legal))}" if legal else "use `bf16` for this model"
         problems = []
-        for width, group in dict.fromkeys((widths[name], form.group) for name, form in forms.items()):
-            names = [name for name, form in forms.items() if (widths[name], form.group) == (width, group)]
+        groups = {name: GROUPS[0] if form.scales == "float32" else form.group for name, form in forms.items()}
+        for width, group in dict.fromkeys((widths[name], group) for name, group in groups.items()):
+            names = [name for name in groups if (widths[name], groups[name]) == (width, group)]
             if width % group:
                 others = f" and {len(names) - 1} other matrices have" if len(names) > 1 else " has"
                 what = f"`{names[0]}`{others} {width} columns, not whole groups of {group}"

@@ -31,12 +31,10 @@ from plankiln.target import get_target
 
 @dataclass(frozen=True)
 class ReferencePlan:
-    """A compiled plan: plan.so and weights.bin in `directory`. kind: what it is of the source. entries: their keys."""
+    """A compiled plan: plan.so and weights.bin lie where it was asked for. kind: what it is of the source."""
 
     source: CpuSource
-    directory: Path
     kind: Literal["fp32", "dequantized source"]
-    entries: tuple[str, str]
 
 
 def reference_plan(
@@ -79,7 +77,7 @@ def reference_plan(
     quantized = checkpoint.quantization is not None or any(
         info.dtype in BLOCK_DTYPES for info in checkpoint.tensors.values()
     )
-    return ReferencePlan(source, out, "dequantized source" if quantized else "fp32", (code.key, weights.key))
+    return ReferencePlan(source, "dequantized source" if quantized else "fp32")
 
 
 def _link(

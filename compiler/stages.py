@@ -27,7 +27,7 @@ from plankiln.recipe import Quantize, ResolvedTarget
 
 _PACKING = ("checkpoint/**/*.py", "quantize/**/*.py", "compiler/**/*.py", "plugins/**/*.py")
 _COMPILING = ("plugins/**/*.h", "compiler/cpu/compile.py", "compiler/cpu/toolchain.py")
-_CALIBRATING = ("checkpoint/**/*.py", "quantize/**/*.py")
+_CALIBRATING = ("checkpoint/**/*.py", "quantize/**/*.py", "chat_template.py", "recipe.py")
 _BUILDING = (*_PACKING, "plugins/**/*.h", "manifest.py", "recipe.py", "target.py", "chat_template.py")
 _PACKING_TOOLS = ("numpy", "ml_dtypes", "gguf", "safetensors", "onnx", "onnx-ir")
 _BUILDING_TOOLS = (*_PACKING_TOOLS, "tokenizers", "jinja2")

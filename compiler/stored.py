@@ -84,7 +84,7 @@ def stored_rows(
             return Fp8Weight(values.astype(E4M3), np.full(stop - start, second, np.float32))
         return Blocks(format, q, blocks.scale.astype(format.scales))
     q = checkpoint.read_rows(tensor, start, stop)
-    rows = np.full(stop - start, scale, np.float32) if scale.ndim == 0 else scale[start:stop]
+    rows = np.full(stop - start, scale, np.float32) if scale.size == 1 else scale.reshape(-1)[start:stop]
     if isinstance(format, Fp8Format):
         return Fp8Weight(q, rows)
     return Blocks(format, q, rows[:, None])

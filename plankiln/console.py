@@ -147,7 +147,7 @@ def show_progress(*, quiet: bool, notes: bool = False) -> Iterator[QuietProgress
         from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
         columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn())
-        with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        with Progress(*columns, console=Console(file=sys.stderr), transient=True) as progress:
             bars = BarProgress(progress)
             yield bars
             bars.finish()

@@ -81,6 +81,12 @@ def _source(source: str) -> str:
     return source
 
 
+def _path(path: str) -> str:
+    if not path.strip() or not path.isprintable():
+        _reject(f"`path` {show(path)} is not a path", "a file, relative to this recipe")
+    return path
+
+
 def _bytes(value: object) -> object:
     """`512MiB` and the like as a number of bytes; anything else is left for the type check."""
     if isinstance(value, str) and (found := re.fullmatch(r"([0-9]{1,18}) ?([KMGT]i?)?B", value)):
@@ -168,7 +174,7 @@ class Text(_Strict):
     """
 
     kind: Literal["builtin", "text", "jsonl"] = "builtin"
-    path: Annotated[str, Field(description="a file, relative to this recipe")] | None = None
+    path: Annotated[str, AfterValidator(_path), Field(description="a file, relative to this recipe")] | None = None
     field: str | None = None
     samples: int = Field(default=16, ge=1, le=65_536, description="texts, 1 to 65536")
     max_tokens: int = Field(default=512, ge=1, le=1 << 20, description="tokens of each text, 1 to 1048576")
@@ -197,7 +203,7 @@ class Quantize(_Strict):
     to on a CPU, int8 or what the checkpoint declares (nothing, for weight-only formats: the slow reference). clip:
     scales are searched for the least error instead of covering the extremes. alpha: how much of the activations'
     outliers SmoothQuant moves into the weights. exclude: names of modules (`*` is any text) that stay unquantized.
-    layerwise: calibrate layer by layer, for models larger than memory.
+    layerwise: calibrate layer by layer, so that an interrupted calibration goes on where it was.
     """
 
     weights: Weights = "bf16"
@@ -227,12 +233,16 @@ class Quantize(_Strict):
         if self.weights in GROUPED and self.group_size not in (None, "auto", *GROUPS):
             hint = f"use {', '.join(map(str, GROUPS[:-1]))} or {GROUPS[-1]}"
             _reject(f"`group_size` {self.group_size} has no kernel with `{self.weights}`", hint, at=["group_size"])
-        low_bits = ("keep", "auto", "int4_rtn", "int8_rtn", "int4_awq", "int8_smoothquant", "w4a8_awq")
+        low_bits = ("keep", "auto", "int4_rtn", "int8_rtn", "int4_awq", "int8_smoothquant")
+        declared = ("fp8", "fp8_per_token", "w4a8_awq") if self.activations == "declared" else ()
+        if self.kv_cache == "fp8" and self.weights in ("auto", "int4_rtn", "int8_rtn"):
+            hint = "use `int8`, or `bf16` weights or a calibrated format with it"
+            _reject(f"`kv_cache: fp8` is calibrated, and `weights: {self.weights}` is not", hint, at=["kv_cache"])
         calibrated = self.is_calibrated
         for key, fits in (
             ("group_size", self.weights in GROUPED),
             ("minimum", self.weights == "int4_rtn"),
-            ("activations", self.weights in (*low_bits, "fp8", "fp8_per_token")),
+            ("activations", self.weights in (*low_bits, *declared)),
             ("clip", self.weights in ("int4_rtn", "int4_awq", "auto")),
             ("alpha", self.weights == "int8_smoothquant"),
             ("bits", self.weights == "auto"),
@@ -516,6 +526,7 @@ def _missing_files(nodes: Sequence[Node | None]) -> list[Problem]:
             f"paths start at {clean(str(node.folder))}/",
         )
         for number, node in enumerate(nodes)
-        if node and isinstance(node.value, str) and not os.path.isfile(node.folder / node.value)
+        if node and isinstance(node.value, str) and node.value.isprintable()
+        if not os.path.isfile(node.folder / node.value)
     ]
     return list(dict.fromkeys(problems))

@@ -85,7 +85,8 @@ def _round_input(
     import torch
 
     weights = {name: layer.get_parameter(f"{name}.weight") for name in names}
-    scales = places[f"{prefix}{names[0]}.weight"][f"{prefix}{names[0]}.weight_scale"].shape[1]
+    scale_name = f"{prefix}{names[0]}.weight_scale"
+    scales = places[scale_name][scale_name].shape[1]
     group = len(hessian) // scales
     factors = best_factors(list(weights.values()), hessian, group, mirrored)
     hessian = hessian / factors[:, None] / factors
@@ -93,7 +94,7 @@ def _round_input(
         q, scale = round_matrix(weight * factors, hessian, group, mirrored)
         tensors, full = places[f"{prefix}{name}.weight"], prefix + name
         tensors[f"{full}.weight"] = (q[0::2] & 15 | q[1::2] << 4).view(torch.uint8).contiguous()
-        tensors[f"{full}.weight_scale"] = scale
+        places[f"{full}.weight_scale"][f"{full}.weight_scale"] = scale
         if norm is None:
             tensors[f"{full}.pre_quant_scale"] = 1 / factors
     if norm is not None:

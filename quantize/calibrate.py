@@ -14,7 +14,7 @@ import resource
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -31,15 +31,28 @@ from plankiln.quantize.torch_model import torch_model
 from plankiln.recipe import Quantize, Text
 
 Progress = Callable[[str, int, int], None]
-_TOOLS = ("nvidia-modelopt", "torch", "transformers")
+_TOOLS = ("nvidia-modelopt", "torch", "transformers", "accelerate", "numpy", "tokenizers", "jinja2")
+_READERS = ("gguf", "ml_dtypes", "safetensors")
 PASSES = {"int4_awq": 2, "w4a8_awq": 2}  # over the text: statistics, then the search
+
+
+def tools() -> dict[str, str]:
+    """Versions of the packages that have a part in it."""
+    return {f"tool.{name}": _version(name) for name in (*_TOOLS, *_READERS)}
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "none"
 
 
 def calibration_key(quantize: Quantize, mirrored: bool) -> dict[str, str]:
     """What a calibration depends on beside the checkpoint, the settings and our own files. Raises TextError."""
     found = texts(quantize.calibration or Text(), "calibration")
     signs = {"mirrored": str(mirrored)} if rounded_here(quantize) else {}
-    return {"text": found.digest, **signs, **{f"tool.{name}": version(name) for name in _TOOLS}}
+    return {"text": found.digest, **signs, **tools()}
 
 
 def calibration_ids(checkpoint: Checkpoint, text: Text) -> tuple[Texts, list[list[int]]]:

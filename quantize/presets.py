@@ -39,7 +39,7 @@ def preset(quantize: Quantize, weight_only: Sequence[str], resume: Path | None =
     entries += [{"quantizer_name": f"{pattern}.*_quantizer", "enable": False} for pattern in quantize.exclude or ()]
     if quantize.kv_cache == "fp8":
         entries.append(dict(_KV))
-    if quantize.layerwise:
+    if quantize.layerwise and not rounded_here(quantize):  # which goes layer by layer anyway
         method = config["algorithm"]
         settings = method if isinstance(method, dict) else {"method": method}
         config["algorithm"] = {**settings, "layerwise": {"enable": True, "checkpoint_dir": resume and str(resume)}}

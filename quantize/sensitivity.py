@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from importlib.metadata import version
 from typing import Any
 
 import ml_dtypes
@@ -22,7 +21,7 @@ from pydantic import JsonValue
 
 from plankiln.checkpoint import EMBEDDING, LM_HEAD, Checkpoint
 from plankiln.errors import RecipeError
-from plankiln.quantize.calibrate import calibration_ids
+from plankiln.quantize.calibrate import calibration_ids, tools
 from plankiln.quantize.clip import quantize_clipped
 from plankiln.quantize.datasets import texts
 from plankiln.quantize.divergence import Divergence
@@ -55,7 +54,7 @@ class Unit:
 def choice_key(quantize: Quantize) -> dict[str, str]:
     """What a choice depends on beside the checkpoint, the settings and our own files. Raises TextError."""
     found = texts(quantize.calibration or Text(), "calibration")
-    return {"text": found.digest, **{f"tool.{name}": version(name) for name in ("torch", "transformers", "numpy")}}
+    return {"text": found.digest, **tools()}
 
 
 def choose_formats(checkpoint: Checkpoint, quantize: Quantize, progress: Progress) -> dict[str, JsonValue]:
@@ -74,12 +73,14 @@ def choose_formats(checkpoint: Checkpoint, quantize: Quantize, progress: Progres
     units = model_units(checkpoint, quantize.exclude or ())
     weights = sum(_size(checkpoint, name) for unit in units for name in unit.tensors)
     budget = int(quantize.bits * weights / 8)
-    _check_budget(checkpoint, units, budget, weights)
+    names = [[Option(title, _nbytes(checkpoint, unit, title), 0.0) for title in unit.formats] for unit in units]
+    _check_budget(names, budget, weights)
     losses = measure_losses(checkpoint, units, ids, quantize.clip is not False, progress)
     options = [
         [Option(name, _nbytes(checkpoint, unit, name), loss) for name, loss in losses[unit.name].items()]
         for unit in units
     ]
+    _check_budget(options, budget, weights)  # formats that cannot hold a unit's scales are gone
     chosen = choose(options, budget)
     return {
         "formats": {tensor: option.name for unit, option in zip(units, chosen, strict=True) for tensor in unit.tensors},
@@ -139,7 +140,8 @@ def measure_losses(
         errors: dict[str, float] = {}
         scale: float | None = None
         for title in unit.formats:
-            if all(GGUF_FORMATS.get(checkpoint.tensors[name].dtype) == BLOCKS.get(title) for name in unit.tensors):
+            kept = BLOCKS.get(title)
+            if kept and all(GGUF_FORMATS.get(checkpoint.tensors[name].dtype) == kept for name in unit.tensors):
                 errors[title] = 0.0
                 continue
             try:
@@ -184,10 +186,8 @@ def _nbytes(checkpoint: Checkpoint, unit: Unit, title: str) -> int:
     return sum(BLOCKS[title].nbytes(n, k) for n, k in shapes)
 
 
-def _check_budget(checkpoint: Checkpoint, units: Sequence[Unit], budget: int, weights: int) -> None:
-    smallest = cheapest_bytes(
-        [[Option(title, _nbytes(checkpoint, unit, title), 0.0) for title in unit.formats] for unit in units]
-    )
+def _check_budget(options: Sequence[Sequence[Option]], budget: int, weights: int) -> None:
+    smallest = cheapest_bytes(options)
     if smallest > budget:
         least = -(-smallest * 800 // weights) / 100
         what = f"`bits: {budget * 8 / weights:.4g}` is less than this model's coarsest formats take"

@@ -103,6 +103,12 @@ def test_layer_by_layer_gives_the_same_checkpoint(model: Path, tmp_path: Path) -
         assert digests(tmp_path / "layers")[name] == digests(tmp_path / "whole")[name], name
 
 
+def test_int4_goes_layer_by_layer_anyway(model: Path, tmp_path: Path) -> None:
+    run(model, settings("int4_awq"), tmp_path / "whole")
+    run(model, settings("int4_awq", layerwise=True), tmp_path / "layers")
+    assert digests(tmp_path / "layers") == digests(tmp_path / "whole")
+
+
 def test_an_interrupted_layerwise_calibration_goes_on_where_it_was(model: Path, tmp_path: Path) -> None:
     class Interrupted(QuietProgress):
         def __init__(self, after: int) -> None:
@@ -246,6 +252,8 @@ class TestGroups:
 
     def test_what_fits_no_group(self) -> None:
         spec = decoder_spec({**CONFIG, "hidden_size": 48})
+        with pytest.raises(BuildError, match="48 columns, not whole groups of 32"):
+            with_group(spec, Quantize(weights="int8_smoothquant"))
         with pytest.raises(BuildError, match="48 columns, not whole groups of 32"):
             with_group(spec, Quantize(weights="int4_awq", group_size="auto"))
 

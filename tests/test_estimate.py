@@ -51,7 +51,7 @@ def test_packing_takes_what_was_predicted(
     place = request.getfixturevalue(source)
     program = lower(fused_graph(place, Precision(weights), "fp32", 128), "sized")
     with open_checkpoint(str(place), base=place.parent) as checkpoint:
-        predicted = estimate(program, checkpoint.tensors, code=False, weights=True, linked=True)
+        predicted = estimate(program, checkpoint.tensors, code=False, weights=True, linked=True, reference=False)
     tracemalloc.start()
     try:
         size = write_weights(program, tmp_path / "weights.bin")

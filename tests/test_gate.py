@@ -240,6 +240,28 @@ class TestBuild:
         assert gate is not None
         assert (gate.skipped, gate.passed, gate.reference) == (False, True, "fp32")
 
+    def test_a_bundle_does_not_keep_the_numbers_of_another_text(self, recipe: Path, tmp_path: Path) -> None:
+        """The same plan, so the same digest, and the record of what it was measured on last."""
+        text = tmp_path / "held-out.txt"
+        found = set()
+        for words in ("the quick brown fox ", "jumps over the lazy dog "):
+            text.write_text(words * 40)
+            settings = [f"gate.text={{kind: text, path: {text}, samples: 2, max_tokens: 32}}"]
+            (result,) = build(recipe, out=tmp_path / "out", progress=QuietProgress(), overrides=settings)
+            gate = read_manifest(result.path)[0].gate
+            assert gate is not None
+            found.add((result.digest, gate.text, gate.perplexity))
+        assert [len({*column}) for column in zip(*found, strict=True)] == [1, 2, 2]
+
+    def test_a_plan_that_this_machine_cannot_run(
+        self, recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: Any
+    ) -> None:
+        monkeypatch.setattr("plankiln.target.host_cpu_flags", lambda: frozenset())
+        code, _, err = call("build", recipe, "-q", "--set", "targets=[cpu-x86-64-v3]", "--out", tmp_path / "out")
+        assert code == 1
+        assert "target `cpu-x86-64-v3` cannot be measured here: this machine has no" in err
+        assert "--no-gate" in err
+
     def test_weights_that_are_the_reference_s_own(self, recipe: Path, tmp_path: Path) -> None:
         """fp32 weights with another cache: both plans are of one entry in the store, whose lock nobody may wait for."""
         script = "import sys; from plankiln.cli import build_main; build_main(sys.argv[1:])"

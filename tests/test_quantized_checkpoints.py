@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from pathlib import Path
@@ -201,3 +202,62 @@ class TestScalesThatCannotBeTrue:
     def test_scales_that_are_missing(self, cached: Path, tmp_path: Path, name: str) -> None:
         path = with_scales(cached, tmp_path / "model", lambda tensors: tensors.pop(name))
         assert any(name.rpartition(".")[0] in what for what in refused(path))
+
+    @pytest.mark.parametrize("algorithm", ["fp8", "fp8_per_token", "int8_smoothquant"])
+    def test_scales_in_another_legal_shape(self, quantized: dict[str, Path], tmp_path: Path, algorithm: str) -> None:
+        """[1] for a scalar and [N, 1] for [N]: the same plan, byte for byte."""
+
+        def change(tensors: dict[str, Any]) -> None:
+            for name in tensors:
+                if name.endswith(".weight_scale"):
+                    tensors[name] = tensors[name].reshape(-1, 1) if tensors[name].ndim else tensors[name].reshape(1)
+
+        other = with_scales(quantized[algorithm], tmp_path / "model", change)
+        for number, path in enumerate((quantized[algorithm], other)):
+            plan(path, tmp_path / str(number), weights=Precision("keep"))
+        assert (tmp_path / "0/weights.bin").read_bytes() == (tmp_path / "1/weights.bin").read_bytes()
+
+
+class TestDeclarationsThatCannotBeHonoured:
+    def declared(self, source: Path, out: Path, **change: Any) -> list[str]:
+        shutil.copytree(source, out)
+        file = out / "hf_quant_config.json"
+        content = json.loads(file.read_text())
+        content["quantization"] |= change
+        file.write_text(json.dumps(content))
+        return refused(out)
+
+    @pytest.mark.parametrize(
+        ("change", "what"),
+        [
+            ({"quant_algo": "W3A16"}, "unknown quantization `W3A16`"),
+            ({"quant_algo": "MIXED_PRECISION", "quantized_layers": ["a"]}, "`quantized_layers` is no object"),
+            ({"quant_algo": "MIXED_PRECISION", "quantized_layers": {}}, "has the unknown quantization `None`"),
+            ({"quant_algo": "W4A16_AWQ", "group_size": "32"}, "`group_size` of"),
+            ({"kv_cache_quant_algo": "NVFP4"}, "KV cache algorithm `NVFP4` is not supported"),
+            ({"kv_cache_quant_algo": "FP8"}, "the FP8 KV cache has no scale"),
+        ],
+    )
+    def test_file(self, quantized: dict[str, Path], tmp_path: Path, change: dict[str, Any], what: str) -> None:
+        assert what in self.declared(quantized["fp8"], tmp_path / "model", **change)[0]
+
+    def test_a_layer_with_a_strange_name_and_a_scale_of_two_numbers(self, cached: Path, tmp_path: Path) -> None:
+        import torch
+
+        def change(tensors: dict[str, Any]) -> None:
+            tensors["model.layers.99999999999.x"] = torch.zeros(1)
+            tensors["model.layers.1.self_attn.k_proj.k_scale"] = torch.ones(2)
+
+        found = refused(with_scales(cached, tmp_path / "model", change))
+        assert "the FP8 KV cache has no scale `model.layers.1.self_attn.k_proj.k_scale`" in found[0]
+
+    def test_a_quantized_embedding(self, quantized: dict[str, Path], tmp_path: Path) -> None:
+        import torch
+
+        def change(tensors: dict[str, Any]) -> None:
+            name = "model.embed_tokens.weight"
+            tensors[name] = tensors[name].to(torch.float8_e4m3fn)
+            tensors[f"{name}_scale"] = torch.tensor(0.5)
+
+        (what,) = refused(with_scales(quantized["fp8"], tmp_path / "model", change))
+        assert what == "`model.embed_tokens` is quantized, which only linears may be"

@@ -84,7 +84,9 @@ def write_weights(program: Program, path: Path, progress: Callable[[int, int], N
     with path.open("wb") as file:
         for weight, offset in offsets.items():
             file.seek(offset)
-            file.write(packed(weight).reshape(-1).view(np.uint8).data)
+            content = packed(weight).reshape(-1).view(np.uint8)
+            assert content.nbytes == weight.nbytes, weight.name
+            file.write(content.data)
             if progress:
                 progress(offset + weight.nbytes, total)
         file.truncate(total)

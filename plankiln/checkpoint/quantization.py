@@ -6,6 +6,7 @@ for each; the tensors beside a linear's weight hold its scales. Shapes are those
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
@@ -82,7 +83,7 @@ def read_quantization(
     problems = [problem for name, linear in modules.items() for problem in _check(name, linear, tensors, read, where)]
     stray = [name for name in tensors if _scale_of(name) is not None and _scale_of(name) not in modules]
     problems += [Problem(f"`{name}` belongs to no quantized linear", where, "export it again") for name in stray]
-    kv = declared.get("kv_cache_quant_algo") or (declared.get("kv_cache_scheme") and "FP8")
+    kv = declared.get("kv_cache_quant_algo") or _algorithm_of(declared.get("kv_cache_scheme"))
     scales: tuple[tuple[float, float], ...] = ()
     if kv == "FP8":
         scales = _kv_scales(tensors, read, where, problems)
@@ -91,6 +92,13 @@ def read_quantization(
     if problems:
         raise CheckpointError(problems)
     return Quantization(modules, "fp8" if kv else None, scales)
+
+
+def _algorithm_of(scheme: object) -> object:
+    """What config.json's `kv_cache_scheme` is called elsewhere."""
+    if isinstance(scheme, Mapping) and (scheme.get("num_bits"), scheme.get("type")) == (8, "float"):
+        return "FP8"
+    return scheme
 
 
 def owned_tensors(quantization: Quantization, name: str) -> bool:
@@ -124,10 +132,15 @@ def _modules(
     algorithm, layers = declared.get("quant_algo"), declared.get("quantized_layers")
     if algorithm is None and layers is None:
         return
+    if not isinstance(layers, Mapping | None):
+        raise CheckpointError("`quantized_layers` is no object", where, "export it again")
     for name in sorted(tensors):
         if not name.endswith(".weight_scale"):
             continue
         module = name.removesuffix(".weight_scale")
+        if ".layers." not in module and module != "lm_head":
+            hint = "export it with the embedding excluded, as nvidia-modelopt does"
+            raise CheckpointError(f"`{module}` is quantized, which only linears may be", where, hint)
         own = (layers or {}).get(module, {}) if algorithm in (None, "MIXED_PRECISION") else declared
         if not isinstance(own, Mapping):
             raise CheckpointError(f"`quantized_layers` says nothing usable of `{module}`", where, "export it again")
@@ -215,12 +228,13 @@ def _kv_scales(
 ) -> tuple[tuple[float, float], ...]:
     """Each layer's scales. Scales that are all one, or all alike, were never measured: a problem."""
     prefix = "model.layers."
-    layers = 1 + max((int(name.split(".")[2]) for name in tensors if name.startswith(prefix)), default=-1)
+    numbers = {match[1] for name in tensors if (match := re.match(r"model\.layers\.(\d{1,4})\.", name))}
+    layers = 1 + max(map(int, numbers), default=-1)
     found: list[tuple[float, float]] = []
     missing: list[str] = []
     for layer in range(layers):
         names = [f"{prefix}{layer}.self_attn.{suffix}" for suffix in _KV_SUFFIXES]
-        missing += [name for name in names if name not in tensors]
+        missing += [name for name in names if name not in tensors or tensors[name].shape not in ((), (1,))]
         if not missing:
             k, v = (float(read(name).astype(np.float32).reshape(())) for name in names)
             found.append((k, v))

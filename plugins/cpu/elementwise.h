@@ -10,6 +10,7 @@
 // pair = elements of K kept together in a lane (1 for float, 2 for bf16).
 template <class W>
 static void embed(Thread& t, float* y, const uint8_t* packed, const int32_t* ids, int64_t rows, int64_t width) {
+  static_assert(sizeof(W) > 1, "rows with scales have kernels of their own");
   constexpr int64_t pair = 4 / sizeof(W);
   const W* table = reinterpret_cast<const W*>(packed);
   int64_t padded = (width + pair - 1) / pair * pair;
